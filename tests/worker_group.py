@@ -1,8 +1,12 @@
 """Workers of one process group that live through several trainings: their start-up costs more than those."""
 
+import ctypes
+import gc
 import multiprocessing
 import os
+import re
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +41,7 @@ class Asked:
     resume_step: int | None = None
     stop_after: int | None = None
     only_first_sees: bool = False
+    weighs: bool = False  # whether the memory of each worker is measured
 
     def context(self, reports: list[tuple[int, Metrics]], rank: int) -> TrainContext:
         checkpoints = self.folder / "checkpoints"
@@ -91,7 +96,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
         return reduce(tensor, *given, **named)
 
     noting = mock.patch("torch.distributed.all_reduce", counting)
-    with noting, _noted(batches, storages), _counted(held), training.one_thread():
+    with noting, _noted(batches, storages), _counted(held), training.one_thread(), _weighed(held, asked.weighs):
         context, metrics = asked.context(reports, rank), dict[str, float]()
         try:
             metrics |= asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -172,6 +177,45 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
         except Exception as error:
             end.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
             raise
+
+
+@contextmanager
+def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
+    """Counts the memory of this process alone, at its peak over that at the start.
+
+    Pages of files are not counted: the system takes them back where it needs memory. What is freed is not counted
+    either: it goes back at once.
+    """
+    if not weighs:
+        yield
+        return
+    gc.collect()
+    free_at_once()
+    start, ended = own_memory(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            held["own_memory"] = max(held.get("own_memory", 0), own_memory() - start)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def free_at_once() -> None:
+    """Has this process give back what it frees: glibc would keep several times the memory of a model."""
+    threshold = -3  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(threshold, 2**16)
+
+
+def own_memory() -> int:
+    """Bytes that the system cannot take back from this process: without pages of files."""
+    found = dict(re.findall(r"^(RssAnon|RssShmem):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
+    return 1024 * sum(map(int, found.values()))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tasks.train.models.adapters import (
 )
 from tasks.train.models.freeze import idle
 from tasks.train.models.quantization import CONV1D_MODELS
+from tasks.train.sharding import holds_parts
 
 _WEIGHT_BYTES = 4  # trained weights are kept in fp32, or in two halves
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
@@ -89,7 +90,7 @@ class DiskNeed:
         fewest, most: number of checkpoints at the same time, including the one that is being written.
         kept: the most checkpoints when the output is written.
         staying: the fewest checkpoints that remain beside the output.
-        output: bytes.
+        output: bytes; of divided weights also those that rank 0 collects for it, in files of their own.
     """
 
     checkpoint: int
@@ -145,7 +146,8 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
         kept=min(kept, saves),
         staying=min(keep_best, by_steps),
         output=(adapter if method.save == "adapter" else weights + adapter)
-        * (_WEIGHT_BYTES // 2 if method.optimizer.weights else _WEIGHT_BYTES),
+        * (_WEIGHT_BYTES // 2 if method.optimizer.weights else _WEIGHT_BYTES)
+        + (weights * _WEIGHT_BYTES if holds_parts(resources) else 0),
     )
 
 

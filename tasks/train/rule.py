@@ -8,7 +8,7 @@ from enum import Enum
 from lineage.fingerprint import set_fields
 from tasks.context import Resources
 from tasks.method import Training
-from tasks.train.sharding import STRATEGIES, is_fsdp
+from tasks.train.sharding import STRATEGIES, holds_parts, is_fsdp
 
 _CONFIG = "config."
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
@@ -92,7 +92,7 @@ def by_fsdp(case: Case) -> bool:
 
 def divides_weights(case: Case) -> bool:
     """Condition of ``resources.sharding``: no worker holds a whole model."""
-    return is_fsdp(case.resources) or "weights" in STRATEGIES[case.resources.sharding].divides
+    return holds_parts(case.resources)
 
 
 def unsharded(case: Case) -> Fields:

@@ -700,7 +700,7 @@ class TrainingRun:
     def save(self) -> dict[str, float]:
         """Writes the trained model on rank 0, to which others give their part; returns metrics of a merged adapter."""
         model = self.policy.model if self.trained is None else self.trained
-        whole_on_first(model, first=self.ctx.rank == 0)
+        whole_on_first(model, self.ctx.work_dir, first=self.ctx.rank == 0)
         if self.ctx.rank:  # it has no files to write, and must not touch those that rank 0 copies
             return {}
         prompts = golden_prompts(self.rows)

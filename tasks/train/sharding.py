@@ -14,12 +14,14 @@ import os
 import pickle
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from unittest import mock
 
 from lineage.checkpoints import Checkpoint, Checkpoints
@@ -121,6 +123,11 @@ def is_fsdp(resources: "Resources") -> bool:
     return STRATEGIES[resources.sharding].engine == "fsdp"
 
 
+def holds_parts(resources: "Resources") -> bool:
+    """Whether a worker holds a part of the weights between steps."""
+    return "weights" in STRATEGIES[resources.sharding].divides or is_fsdp(resources)
+
+
 def zero_stage(resources: "Resources") -> int:
     """The stage of DeepSpeed's ZeRO; 0: another sharding."""
     return STRATEGIES[resources.sharding].zero_stage
@@ -179,7 +186,7 @@ class Shards:
 
     @classmethod
     def of(cls, resources: "Resources") -> "Shards | None":
-        return cls(resources) if "weights" in STRATEGIES[resources.sharding].divides or is_fsdp(resources) else None
+        return cls(resources) if holds_parts(resources) else None
 
     @property
     def mesh(self) -> "DeviceMesh":
@@ -552,17 +559,31 @@ def exchange(trained: "Iterable[Parameter]") -> None:
             each.grad.copy_(own.view_as(each))
 
 
-def _whole(tensor: "Tensor", *, keeps: bool) -> "Tensor | None":
-    """A divided tensor on the CPU of the worker that keeps it; one that is not divided as it is."""
+def _whole(tensor: "Tensor", folder: Path | None) -> "Tensor | None":
+    """A divided tensor in a file of a folder, on the worker that has one; one that is not divided as it is."""
     if hasattr(tensor, _BY_ZERO):
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([tensor]):
-            return tensor.data.to("cpu", copy=True) if keeps else None
+            return in_file(tensor.data, folder) if folder else None
     if not hasattr(tensor, "full_tensor"):
         return tensor
     full: Tensor = tensor.full_tensor()
-    return full.detach().cpu() if keeps else None
+    return in_file(full, folder) if folder else None
+
+
+def in_file(tensor: "Tensor", folder: Path) -> "Tensor":
+    """A copy whose memory is a file without a name, which the system takes back where it needs memory."""
+    import torch
+
+    part = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if not part.numel():
+        return part.view(tensor.dtype).view(tensor.shape)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="weight-") as file:
+        file.write(part.numpy())  # a full disk raises here; written through the memory it would kill the process
+        file.flush()
+        copied: Tensor = torch.from_file(file.name, shared=True, size=part.numel(), dtype=torch.uint8)
+    return copied.view(tensor.dtype).view(tensor.shape)
 
 
 def in_parts(state: "Mapping[str, Tensor]", model: "Module") -> "dict[str, Tensor]":
@@ -620,8 +641,8 @@ def read_whole() -> None:
         integration.unset_hf_deepspeed_config()
 
 
-def whole_on_first(model: "Module", *, first: bool) -> None:
-    """Makes a divided model whole on rank 0, on the CPU, weight by weight; it can be trained no further."""
+def whole_on_first(model: "Module", folder: Path, *, first: bool) -> None:
+    """Makes a divided model whole on rank 0, weight by weight, in files of a folder; it can be trained no further."""
     import torch
 
     by_zero = is_by_zero(model)
@@ -635,8 +656,8 @@ def whole_on_first(model: "Module", *, first: bool) -> None:
             if each is None or not (hasattr(each, "full_tensor") or hasattr(each, _BY_ZERO)):
                 continue
             if id(each) not in known:
-                full = _whole(each, keeps=first)
-                known[id(each)] = _parameter(module, full, requires_grad=each.requires_grad) if first else None
+                full = _whole(each, folder if first else None)
+                known[id(each)] = None if full is None else _parameter(module, full, requires_grad=each.requires_grad)
             if first:
                 module._parameters[name] = known[id(each)]
     if first:
@@ -767,6 +788,27 @@ def to_zero(args: "TrainingArguments", *models: "Module | None") -> None:
             module._parameters[name] = known[id(each)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(zero.local_device)
+
+
+def zero_weights(
+    trainer: "Trainer", folder: Path, exclude_frozen_parameters: bool = False
+) -> "dict[str, Tensor] | None":
+    """The whole weights of a model that ZeRO-3 divides, in files of a folder; on rank 0, to which others give theirs.
+
+    DeepSpeed's own method, whose argument this has, holds all of them in memory.
+    """
+    import torch
+
+    engine, first = trainer.deepspeed, torch.distributed.get_rank() == 0
+    named, known = dict(engine.module.named_parameters(remove_duplicate=False)), dict[int, torch.Tensor | None]()
+    engine.optimizer.checkpoint_event_prologue()
+    for each in named.values():
+        if id(each) not in known and (each.requires_grad or not exclude_frozen_parameters):  # tied weights are one
+            known[id(each)] = _whole(each, folder if first else None)
+    engine.optimizer.checkpoint_event_epilogue()
+    buffers = {name: each for name, each in engine.module.state_dict().items() if name not in named}
+    weights = {name: known[id(each)] for name, each in named.items() if id(each) in known}
+    return cast("dict[str, Tensor]", {**weights, **buffers}) if first else None
 
 
 def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:

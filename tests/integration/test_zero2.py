@@ -1,6 +1,7 @@
 """ZeRO on two workers: the model of plain data parallelism, saved and resumed in parts."""
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
 from tasks.train.evaluation import Evaluation
-from tests import training
+from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
 from tests.integration.test_fsdp import require_same_trajectory, scores_beside
@@ -112,6 +113,28 @@ def test_four_workers_hold_and_send_what_the_plan_predicts(
         gathered = 4 * sum(each.numel() for each in policy.values())
         sent = 0.75 * (2 * found.bytes_exchanged / stage.num_steps + gathered)
         assert traffic(stage, resources, shapes, passes) == pytest.approx(sent, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def large(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The inputs with a policy of 295 MB, of which no layer is large."""
+    folder = tmp_path_factory.mktemp("large") / "inputs"
+    shutil.copytree(root, folder, ignore=shutil.ignore_patterns("policy"))
+    tiny.write_policy(folder / "policy", hidden_size=640, num_layers=20)
+    return folder
+
+
+@pytest.mark.parametrize("sharding", ["fsdp"])
+def test_no_worker_ever_holds_the_whole_model(root: Path, large: Path, tmp_path: Path, sharding) -> None:
+    stage = training.method("sft", num_steps=2, global_batch_size=2, adapter=LORA)
+    resources = replace(PLAIN, sharding=sharding, num_workers=2, micro_batch_size=1, save_steps=1)
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "imports", resources=resources)
+    with zero_group(2) as group:
+        group.train(asked)
+        found = group.train(replace(asked, root=large, folder=tmp_path / "large", weighs=True))
+    whole = sum(each.nbytes for each in weights(large / "policy").values())
+    for each in found:
+        assert each.held["own_memory"] < whole
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])

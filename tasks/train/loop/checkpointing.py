@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from errno import EDQUOT, ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -57,7 +58,7 @@ from tasks.train.loop.saved_state import (
     set_random_state,
 )
 from tasks.train.optim.own_optimizers import averaged
-from tasks.train.sharding import OWN, STATE, gather_again, zero_stage
+from tasks.train.sharding import OWN, STATE, gather_again, zero_stage, zero_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -512,6 +513,9 @@ class Checkpointing(TrainerCallback):
     def _save_of_deepspeed(self, step: int, metrics: Metrics, *args: object, **kwargs: object) -> None:
         """As transformers does; the training waits for it."""
         draft = self.saver.new_draft(step)
+        if zero_stage(self.ctx.resources) == 3:
+            engine = self.trainer.deepspeed
+            engine._zero3_consolidated_16bit_state_dict = partial(zero_weights, self.trainer, self.ctx.work_dir)
         self._of_transformers["_save_checkpoint"](*args, **kwargs)
         if own := self._own_states():
             torch.save(own, own_file(draft, self.ctx.rank))

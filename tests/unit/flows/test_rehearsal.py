@@ -125,6 +125,7 @@ def test_other_workers_share_the_same_batch(
     ("resources", "overrides", "why"),
     [
         (Resources(num_workers=2, micro_batch_size=4, zero_stage=2), (), "sharding=zero2: resumes with 2 workers only"),
+        (Resources(num_workers=4, sharding="zero3"), (), "sharding=zero3: resumes with 4 workers only"),
         (Resources(micro_batch_size=1), ("global_batch_size=1",), "global_batch_size=1 is not a multiple of 2"),
         (Resources(), ("adapter={rank: 4, dropout: 0.1}",), "adapter.dropout=0.1"),
         (Resources(gpus_per_worker=1), (), "asks for 2 GPUs, this machine shows 1"),

@@ -37,6 +37,11 @@ def test_a_checkpoint_is_weights_and_two_moments_and_the_output_weights() -> Non
     assert found.least.bytes == found.total.bytes == 3 * found.checkpoint  # one is gone when the output is written
 
 
+@pytest.mark.parametrize(("sharding", "copies"), [("zero2", 1), ("zero3", 2), ("fsdp", 2), ("fsdp_hybrid", 2)])
+def test_divided_weights_are_collected_on_the_disk_before_the_output_is_written(sharding, copies) -> None:
+    assert need(save_steps=10, sharding=sharding, num_workers=2).output == copies * 4 * WEIGHTS
+
+
 def test_weights_in_two_halves_are_saved_whole_in_checkpoints_and_rounded_in_the_output() -> None:
     found = disk_need(SFT(num_steps=100, optimizer=Optimizer(weights="bf16")), Resources(save_steps=10), SHAPES)
     assert (found.checkpoint, found.output) == (12 * WEIGHTS, 2 * WEIGHTS)

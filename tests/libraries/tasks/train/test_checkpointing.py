@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from tasks.train.loop.saved_state import (
     read_state,
     read_tensors,
 )
+from tasks.train.sharding import in_file, whole_on_first
+from tests.worker_group import free_at_once, own_memory
 
 CPU = torch.device("cpu")
 
@@ -252,10 +255,28 @@ def resumed(folder: Path, *, divided: bool) -> tuple[nn.Module, torch.optim.Opti
     return model, optimizer
 
 
-def _work(rank: int, port: int, folder: Path) -> None:
+def in_two_workers(work: Callable[[int, Path], None], folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # with all imports; a forked process may use one thread
+    workers = [context.Process(target=_joined, args=(work, rank, port, folder)) for rank in (0, 1)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join(60)
+    assert [each.exitcode for each in workers] == [0, 0]
+
+
+def _joined(work: Callable[[int, Path], None], rank: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    work(rank, folder)
+    torch.distributed.destroy_process_group()
+
+
+def _work(rank: int, folder: Path) -> None:
     model = fully_shard(Tiny())
     optimizer = trained(model)
     parameters = dict(model.named_parameters())
@@ -271,7 +292,6 @@ def _work(rank: int, port: int, folder: Path) -> None:
         found = {name: whole(each) for name, each in again.state_dict().items()}
         if rank == 0:
             torch.save(found, folder / f"{path.parents[1].name}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_a_divided_state_is_written_in_parts_and_read_by_any_division(tmp_path: Path) -> None:
@@ -281,17 +301,7 @@ def test_a_divided_state_is_written_in_parts_and_read_by_any_division(tmp_path: 
     alone = TrainingState(shared={"optimizer": named_state(optimizer, names)}, own={}, model=model.state_dict())
     saver(tmp_path / "alone").save(2, alone, {}, waits=True)
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # with all imports; a forked process may use one thread
-    workers = [context.Process(target=_work, args=(rank, port, tmp_path)) for rank in (0, 1)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join(60)
-    assert [each.exitcode for each in workers] == [0, 0]
-
+    in_two_workers(_work, tmp_path)
     folder = saved(tmp_path).path(2)
     assert saved(tmp_path).damage(2) == []
     parts = [load_file(folder / f"model-0000{rank}-of-00002.safetensors")["first.weight"] for rank in (1, 2)]
@@ -303,3 +313,34 @@ def test_a_divided_state_is_written_in_parts_and_read_by_any_division(tmp_path: 
     expected = model.state_dict()
     for found in (again.state_dict(), torch.load(tmp_path / f"{tmp_path.name}.pt"), torch.load(tmp_path / "alone.pt")):
         assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def _made_whole(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(16)))
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    free_at_once()
+    before = own_memory()
+    whole_on_first(model, folder, first=rank == 0)
+    grown = own_memory() - before
+    if rank:
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        return
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+    assert grown < sum(each.nbytes for each in expected.values()) / 4
+    assert not [*folder.iterdir()]
+
+
+def test_a_divided_model_is_made_whole_in_files_that_have_no_name(tmp_path: Path) -> None:
+    in_two_workers(_made_whole, tmp_path)
+
+
+def test_a_full_disk_is_an_error_where_a_model_is_made_whole(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).view(2, 3).T  # not contiguous
+    for each in (weight, weight.to(torch.bfloat16), torch.tensor(1.0), torch.empty(0, 4)):
+        assert torch.equal(in_file(each, tmp_path), each)
+    with pytest.raises(OSError, match="No such file or directory"):
+        in_file(weight, tmp_path / "none")

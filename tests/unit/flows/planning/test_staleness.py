@@ -268,6 +268,25 @@ def test_a_loop_of_its_own_resumes_divided_weights_as_divided(wrote, reads):
 
 
 @pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [
+        ((4, "zero3"), (4, "none")), ((4, "zero3"), (2, "zero3")), ((2, "zero3"), (4, "zero3")),
+        ((2, "zero3"), (2, "zero3_offload")), ((2, "zero3"), (2, "fsdp")), ((2, "fsdp"), (2, "zero3")),
+    ],
+)  # fmt: skip
+def test_the_parts_of_zero_are_read_by_the_workers_that_wrote_them(wrote, reads):
+    ours = {"state.pt": "", "rank-0.pt": ""} if wrote[1] == "fsdp" else {"optimizer.pt": ""}
+    record = Checkpoint(
+        step=7, time=1.0, train_seconds=1.0, num_workers=wrote[0], zero_stage=3 if wrote[1] == "zero3" else 0,
+        metrics={}, sharding=wrote[1], files=ours,
+    )  # fmt: skip
+    same, other = (Resources(micro_batch_size=1, num_workers=each[0], sharding=each[1]) for each in (wrote, reads))
+    require_readable(record, training.method("sft"), same)
+    with pytest.raises(ConfigError, match=rf"set num_workers={wrote[0]} and sharding={wrote[1]}$"):
+        require_readable(record, training.method("sft"), other)
+
+
+@pytest.mark.parametrize(
     ("num_workers", "zero_stage", "overrides"),
     [(2, 2, ()), (2, 2, TWO), (2, 0, (*TWO, ZERO)), (1, 0, (*TWO, ZERO)), (4, 2, (*TWO, ZERO))],
 )
