@@ -45,6 +45,7 @@ from tasks.data.formats.turns import (
     spelling_of,
     text,
     text_of,
+    turns_in_json,
     turns_of,
     whole_characters,
     with_system,
@@ -436,12 +437,23 @@ class Format:
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of ``kind`` (BadRowError: what is wrong with it)."""
         try:
-            row = self.read(fields)
+            row = self.read(self._with_turns(fields))
             return row if self.kind == Kind.TEXT else with_system_column(without_marks(row), fields)
         except BadRowError as error:
             if error.accepted:
                 raise
             raise BadRowError(error.found, error.reason, self.accepted, error.remedy) from error
+
+    def _with_turns(self, fields: Fields) -> Fields:
+        """A row with the turns of prompt and answers that are JSON text; after a prompt of text, answers are text."""
+        asked = turns_in_json(fields.get("prompt")) if "prompt" in self.mapping else None
+        turns = {"prompt": asked} if isinstance(asked, list) else {}
+        if isinstance(turns.get("prompt", fields.get("prompt")), str):
+            return fields
+        names = ("chosen", "rejected", *(_COMPLETION if "prompt" in self.mapping else ()))
+        found = {name: turns_in_json(fields.get(name)) for name in names if name in self.mapping}
+        turns |= {name: value for name, value in found.items() if value is not None}
+        return {**fields, **turns} if turns else fields
 
     def lost(self, fields: Fields) -> list[str]:
         """The columns of a row that would be lost."""

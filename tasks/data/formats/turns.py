@@ -290,6 +290,8 @@ class Spelling(NamedTuple):
     content: str
 
 
+# What a turn has, and Oumi's object of turns.
+_OF_TURN = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"}, {"messages"})
 OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
 
 _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text of calls
@@ -340,6 +342,18 @@ def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parsed_json(value, name, "no messages")
     return value
+
+
+def turns_in_json(value: object) -> object | None:
+    """Turns from their JSON text, as CSV and tables of DuckDB and pandas keep them; None: it is no such text."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(value)
+        turns = found if isinstance(found, list) else [found]
+        if turns and all(isinstance(each, dict) and any(keys <= each.keys() for keys in _OF_TURN) for each in turns):
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:

@@ -239,6 +239,33 @@ def test_a_system_column_is_the_first_turn_of_the_prompt(name: str, row: Row, ma
     assert column in detected.read_columns(given)
 
 
+TURNS_IN_JSON: list[Row] = [
+    {"prompt": [Q], "chosen": [A], "rejected": [{**A, "content": "no"}]},
+    {"chosen": [Q, A], "rejected": [Q, {**A, "content": "no"}]},
+    {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
+     "rejected": {"from": "gpt", "value": "no"}},
+    {"prompt": [Q], "completion": [A]},
+    {"prompt": [Q], "completion": [A], "label": True},
+    {"prompt": [Q]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", TURNS_IN_JSON, ids=[" ".join(row) for row in TURNS_IN_JSON])
+def test_turns_in_json_text_are_those_turns(row: Row) -> None:
+    """As a CSV file has them, and tables of pandas and DuckDB."""
+    texts = {name: value if name == "label" else json.dumps(value) for name, value in row.items()}
+    found = detect([texts], "rows.csv")
+    assert found.name == detect([row], "rows.jsonl").name
+    assert found.convert(texts) == detect([row], "rows.jsonl").convert(row)
+
+
+def test_json_in_texts_that_are_no_turns_stays_text() -> None:
+    flights, object_ = '[{"from": "Ulm", "to": "Rome"}]', '{"role": "admin", "content": 1}'
+    for asked, answered in (("q", json.dumps([A])), (flights, object_), (object_, flights)):
+        row = {"prompt": asked, "completion": answered}
+        assert [turn["content"] for turn in detect([row], "rows").convert(row)["messages"]] == [asked, answered]  # type: ignore[attr-defined]
+
+
 def test_two_system_prompts_in_one_row_are_refused() -> None:
     row: Row = {"messages": [S, Q, A], "system": "another"}
     with pytest.raises(BadRowError, match="the column system and the first turn are two system prompts"):
