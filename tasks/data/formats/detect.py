@@ -13,9 +13,10 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.formats.choices import CHOICE_COLUMNS, multiple_choice, recognize_choices
 from tasks.data.formats.proposals import JOBS, as_text, proposal, with_inner
 from tasks.data.formats.turns import (
-    CHOICE_COLUMNS,
+    COMPLETION,
     SYSTEM,
     THOUGHTS,
     BadRowError,
@@ -31,7 +32,6 @@ from tasks.data.formats.turns import (
     is_nothing,
     is_transcript,
     listed,
-    multiple_choice,
     named,
     of_gemini,
     one_of,
@@ -39,25 +39,23 @@ from tasks.data.formats.turns import (
     prompt,
     prompt_of,
     prompt_turns,
-    recognize_choices,
     require_nothing_else,
     required,
     spelling_of,
     text,
     text_of,
-    turns_in_json,
     turns_of,
     whole_characters,
     with_system,
     with_system_column,
     with_thought_column,
+    with_turns,
     without_marks,
 )
 from tasks.data.images import COLUMNS, WITH_IMAGES
 from tasks.data.kinds import DOMAIN, RESERVED_COLUMNS, ROW_KINDS
 
 REST = "*"  # in a mapping: all other columns
-_COMPLETION = ("completion", "response")
 _INSTRUCTIONS = ("systemInstruction", "system_instruction")  # of Gemini
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
@@ -99,7 +97,7 @@ def _asked(fields: Fields) -> list[Message]:
 
 
 def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
-    name = one_of(fields, _COMPLETION)
+    name = one_of(fields, COMPLETION)
     return _asked(fields), with_thought_column(answer(required(fields, name, "no answer"), name), fields)
 
 
@@ -437,23 +435,12 @@ class Format:
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of ``kind`` (BadRowError: what is wrong with it)."""
         try:
-            row = self.read(self._with_turns(fields))
+            row = self.read(with_turns(fields, self.mapping))
             return row if self.kind == Kind.TEXT else with_system_column(without_marks(row), fields)
         except BadRowError as error:
             if error.accepted:
                 raise
             raise BadRowError(error.found, error.reason, self.accepted, error.remedy) from error
-
-    def _with_turns(self, fields: Fields) -> Fields:
-        """A row with the turns of prompt and answers that are JSON text; after a prompt of text, answers are text."""
-        asked = turns_in_json(fields.get("prompt")) if "prompt" in self.mapping else None
-        turns = {"prompt": asked} if isinstance(asked, list) else {}
-        if isinstance(turns.get("prompt", fields.get("prompt")), str):
-            return fields
-        names = ("chosen", "rejected", *(_COMPLETION if "prompt" in self.mapping else ()))
-        found = {name: turns_in_json(fields.get(name)) for name in names if name in self.mapping}
-        turns |= {name: value for name, value in found.items() if value is not None}
-        return {**fields, **turns} if turns else fields
 
     def lost(self, fields: Fields) -> list[str]:
         """The columns of a row that would be lost."""
@@ -511,10 +498,10 @@ FORMATS: tuple[Format, ...] = (
         mapping={"messages": "the conversation", "functions": "tools, as they were called before", **_ONE_ANSWER},
     ),
     Format(
-        name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
+        name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", COMPLETION), read=_prompt_completion,
         accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
         mapping={
-            "prompt": "the user's turn", **dict.fromkeys(_COMPLETION, "the assistant's turn"), **_ONE_ANSWER,
+            "prompt": "the user's turn", **dict.fromkeys(COMPLETION, "the assistant's turn"), **_ONE_ANSWER,
         },
         losing=frozenset({"label"}),
     ),
@@ -560,7 +547,7 @@ FORMATS: tuple[Format, ...] = (
         name="multiple_choice", kind=Kind.CONVERSATIONS, by_value=recognize_choices, read=multiple_choice,
         accepted='{"question": "...", "choices": ["...", "..."], "answer": 1}, an index from 0, a letter or the text',
         mapping={**CHOICE_COLUMNS, **_THOUGHT, **_SYSTEM},
-        losing=frozenset({*_OTHER_PROMPTS, *_COMPLETION, "output", "solution", "chosen", "rejected"}),
+        losing=frozenset({*_OTHER_PROMPTS, *COMPLETION, "output", "solution", "chosen", "rejected"}),
     ),
     Format(
         name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
@@ -614,9 +601,9 @@ FORMATS: tuple[Format, ...] = (
         mapping={"messages": "prompt", **_PAIR},
     ),
     Format(
-        name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
+        name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", COMPLETION, "label"), read=_unpaired,
         accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
-        mapping={"prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_ONE_ANSWER},
+        mapping={"prompt": "prompt", **dict.fromkeys(COMPLETION, "completion"), "label": "label", **_ONE_ANSWER},
     ),
     Format(
         name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,
@@ -627,7 +614,7 @@ FORMATS: tuple[Format, ...] = (
         name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,
         accepted='{"prompt": "..."}, a string or a list of messages',
         mapping={"prompt": "prompt", **_TOOLS, REST: "columns, for a reward function"},
-        losing=frozenset({*_COMPLETION, "chosen", "rejected"}),
+        losing=frozenset({*COMPLETION, "chosen", "rejected"}),
     ),
 )  # fmt: skip
 

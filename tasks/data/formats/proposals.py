@@ -8,16 +8,8 @@ from functools import lru_cache
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.formats.turns import (
-    CHOICES,
-    CONTEXTS,
-    QUESTIONS,
-    RIGHT_CHOICE,
-    BadRowError,
-    Fields,
-    named,
-    recognize_choices,
-)
+from tasks.data.formats.choices import CHOICES, CONTEXTS, QUESTIONS, RIGHT_CHOICE, recognize_choices
+from tasks.data.formats.turns import BadRowError, Fields, named
 
 # Kind of rows -> the source of that pipeline.
 JOB_SOURCES: Mapping[Kind, str] = {

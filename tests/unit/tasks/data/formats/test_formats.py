@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -247,16 +248,24 @@ TURNS_IN_JSON: list[Row] = [
     {"prompt": [Q], "completion": [A]},
     {"prompt": [Q], "completion": [A], "label": True},
     {"prompt": [Q]},
+    {"messages": [Q, A]},
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("written", [json.dumps, str])
 @pytest.mark.parametrize("row", TURNS_IN_JSON, ids=[" ".join(row) for row in TURNS_IN_JSON])
-def test_turns_in_json_text_are_those_turns(row: Row) -> None:
-    """As a CSV file has them, and tables of pandas and DuckDB."""
-    texts = {name: value if name == "label" else json.dumps(value) for name, value in row.items()}
+def test_turns_in_text_are_those_turns(row: Row, written: Callable[[object], str]) -> None:
+    """As tables of DuckDB have them, and CSV files of pandas."""
+    texts = {name: value if name == "label" else written(value) for name, value in row.items()}
     found = detect([texts], "rows.csv")
     assert found.name == detect([row], "rows.jsonl").name
     assert found.convert(texts) == detect([row], "rows.jsonl").convert(row)
+
+
+def test_turns_as_numpy_prints_them_are_refused() -> None:
+    row = {"prompt": f"[{Q} {Q}]", "chosen": "a", "rejected": "b"}
+    with pytest.raises(BadRowError, match=r"is turns, and neither JSON nor a list of Python; .* write the column by"):
+        detect([row], "rows").convert(row)
 
 
 def test_json_in_texts_that_are_no_turns_stays_text() -> None:
