@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tasks.evaluate.benchmarks import (
 )
 from tasks.evaluate.scoring import Batches
 from tasks.method import Adapter, Input
+from tasks.model.fetch_model import PARTS_FILE
 from tasks.reward_functions.metric import Metric
 
 pytest.importorskip("lm_eval")
@@ -190,7 +192,9 @@ def test_an_adapter_is_measured_on_its_base_as_lm_eval_does_with_peft_and_as_the
     stage = training.method("sft", num_steps=6, learning_rate=0.05, adapter=adapter, save="adapter")
     output = training.train(stage, root, tmp_path / "output").output
     assert not list(output.glob("model*.safetensors"))
-    model = Input(name="sft", kind=Kind.CHECKPOINT, fingerprint="a", path=output)
+    parts = Path(shutil.copytree(root / "policy", tmp_path / "parts", ignore=shutil.ignore_patterns("*.safetensors")))
+    (parts / PARTS_FILE).write_text(json.dumps({"weights": str(root / "policy"), "adapter": str(output)}))
+    model = Input(name="sft", kind=Kind.CHECKPOINT, fingerprint="a", path=parts)
     tokenizer = AutoTokenizer.from_pretrained(output)
     (benchmark,) = load_benchmarks([local(tmp_path / "task", count=30, name="colours")])
     (own,) = measure(benchmark, "sft", load_model(model), tokenizer, Batches(rows=4)).scores
