@@ -141,7 +141,7 @@ EXAMPLES: dict[str, tuple[str, str, str, dict[str, object]]] = {
     "axolotl_lora": (
         "axolotl", AXOLOTL + CHATS + "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_dropout: 0.05\n"
         "lora_target_linear: true\nsequence_len: 1024\nsample_packing: true\npad_to_sequence_len: true\nnum_epochs: 2\n"
-        "optimizer: adamw_bnb_8bit\nval_set_size: 0.05\nwarmup_steps: 10\nbf16: auto\neval_sample_packing: false\n",
+        "optimizer: adamw_bnb_8bit\nval_set_size: 0.2\nwarmup_steps: 10\nbf16: auto\neval_sample_packing: false\n",
         "sft",
         {"adapter.rank": 32, "packing": "best_fit", "optimizer.name": "adamw_8bit", "schedule.warmup": 10,
          "validation.every_epochs": 0.25, "global_batch_size": 8, "learning_rate": 2e-4},
