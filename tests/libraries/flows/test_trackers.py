@@ -118,7 +118,8 @@ def of_trackio(root: Path) -> dict[str, Seen]:
         steps = [(line["step"], round(line["loss"], 4)) for line in lines if "loss" in line]
         assert len(steps) == len(dict(steps))
         alerts = SQLiteStorage.get_alerts(project, run)
-        found[run] = {"steps": dict(steps), "status": max(alerts, key=lambda each: each["timestamp"])["title"]}
+        last = max(alerts, key=lambda each: each["timestamp"], default={"title": "running"})
+        found[run] = {"steps": dict(steps), "status": last["title"]}
         final = [line["final/accuracy"] for line in lines if "final/accuracy" in line]
         found[run] |= {"accuracy": final[-1]} if final else {}
     return found
