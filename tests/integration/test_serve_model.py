@@ -132,7 +132,7 @@ def test_openais_client_talks_with_a_served_model(folder):
 
 def test_what_is_no_model_is_refused_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match="there is no store here"):
         find_model("x" * 5000, [], None)
     with pytest.raises(ConfigError, match=r"no config\.json in"):  # before it looks at all that is below
         find_model(str(tmp_path), [], None)

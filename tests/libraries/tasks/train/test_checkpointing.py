@@ -317,7 +317,7 @@ def test_a_divided_state_is_written_in_parts_and_read_by_any_division(tmp_path: 
 
 def _made_whole(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(64)))
     expected = {name: each.clone() for name, each in model.state_dict().items()}
     for layer in model:
         fully_shard(layer)
