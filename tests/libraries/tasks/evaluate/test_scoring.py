@@ -3,6 +3,8 @@
 import contextlib
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,21 +173,21 @@ def test_what_another_process_is_measuring_is_waited_for_and_computed_where_it_d
     monkeypatch.setattr(scoring, "digest_json", lambda asked: "ab")
     path = tmp_path / scoring.CACHE_FOLDER / "ab" / "ab.json"
     path.parent.mkdir(parents=True)
-    code = "import filelock, sys; held = filelock.FileLock(sys.argv[1]).acquire(); print(flush=True); input()"
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     other = subprocess.Popen([sys.executable, "-c", code, path.with_suffix(".lock")], **pipes)
     assert other.stdout.read(1) == b"\n"
-    first_read, reads = cache._read, []
+    waited = []
 
-    def read(path):
-        reads.append(path)
-        known = first_read(path)
-        if len(reads) == 1:  # before the wait
-            path.write_text("[1.0]") if is_written else None
-            other.kill()
-            other.wait()
-        return known
+    def sleep(seconds):
+        waited.append(seconds)
+        if is_written:
+            path.write_text("[1.0]")
+        other.kill()
+        other.wait()
 
-    monkeypatch.setattr(type(cache), "_read", lambda _self, path: read(path))
-    assert cache.found("w", "text", [], lambda: [2.0]) == ([1.0] if is_written else [2.0])
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    assert cache.found("w", "text", [], lambda: [2.0]) == ([1.0] if is_written else [2.0]) and waited
     assert path.read_text() == ("[1.0]" if is_written else "[2.0]")
