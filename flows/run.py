@@ -209,10 +209,9 @@ def write_page(plan: Plan, announce: Callable[[str], None]) -> None:
 def _page(plan: Plan) -> Path | None:
     """The page of the pipeline's model; None: there is none, or it is of another model."""
     model, place = _shown_model(plan), _page_path(plan)
-    if model is None or not place.exists():
-        return None
-    with place.open(encoding="ascii") as file:
+    with contextlib.suppress(OSError, UnicodeDecodeError), place.open(encoding="ascii") as file:
         return place if f"<title>{model}</title>" in file.read(_HEAD) else None
+    return None
 
 
 def _page_path(plan: Plan) -> Path:

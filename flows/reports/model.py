@@ -522,7 +522,8 @@ def _costs(store: Path, chain: Sequence[Node]) -> list[Facts]:
             continue
         near = [run for run in runs if run.stage == node.name and run.tokens == tokens]
         run = min(near, key=lambda each: abs(each.time - ran.end), default=None)
-        seconds = ran.end - ran.start
+        # Of a resumed training, ``ran`` is the last attempt.
+        seconds = max(ran.end - ran.start, manifest.metrics.get("train_seconds", 0.0))
         row: Facts = {"stage": node.name, "seconds": seconds, "predicted_seconds": run and run.predicted_seconds}
         if run:
             row |= {"memory": run.memory, "predicted_memory": run.predicted_memory}
@@ -583,6 +584,12 @@ def _columns(entry: Entry, slot: str, graph: Graph) -> list[str]:
     return [*others, last] if last else []
 
 
+_JUDGED = {  # slot of an evaluation -> beginnings of the metrics that compare with its model
+    "reference": ("preference_accuracy", "unpaired_", "win_rate", "kl"),
+    "reward_model": ("reward_score", "win_rate"),
+}
+
+
 def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores | None:
     """One evaluation: each metric of the model and its ancestors with 95 % intervals, and its gain over the nearest."""
     columns = _columns(entry, slot, graph)
@@ -596,6 +603,8 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     ]
     settings = _flat({**manifest.recipe, **cast("Facts", read_json(entry.output, BENCHMARKS_FILE) or {})})
     protocol = [(name, str(value)) for name, value in settings if name not in ("method", "version")]
+    judges = {name: manifest.inputs[name] for name in _JUDGED if name in manifest.inputs}
+    protocol += [(name, node_key(each.artifact, each.fingerprint)) for name, each in judges.items()]
     return {
         "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
         "failed": [*read_failed(entry.output).items()],
@@ -744,6 +753,7 @@ def _measured_alike(metric: str, *found: tuple[ScoreRow, Pairs]) -> bool:
     settings = [
         {
             key: value for key, value in protocol if key != "step"
+            and metric.startswith(_JUDGED.get(key, ""))
             and (not key.startswith(of_others) or metric.startswith(key.removeprefix("metrics.").rpartition(".")[0]))
         }
         for _, protocol in found

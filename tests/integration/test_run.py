@@ -56,6 +56,10 @@ def test_a_run_ends_with_the_page_of_its_model_and_is_as_good_without_it(toy):
     assert "is not written (ZeroDivisionError: division by zero)" in done.stderr
     assert "page     artifacts/" in toy("run", other).stdout  # all is reused, and the page was of another model
     assert page.read_text() != own
+    page.unlink()
+    page.mkdir()
+    done = toy("run", other)
+    assert done.returncode == 0 and "is not written (IsADirectoryError" in done.stderr
 
 
 @pytest.mark.slow  # tests/libraries/flows/test_trackers.py has each tracker

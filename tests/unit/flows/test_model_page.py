@@ -79,6 +79,7 @@ def test_every_section_has_what_the_record_says(full):
     cost = found["costs"][-1]
     assert (cost["memory"], cost["predicted_memory"], cost["predicted_seconds"]) == (2**30, 2**29, 12.0)
     assert cost["cost"] == pytest.approx(0.01) and cost["currency"] == "EUR"
+    assert (found["costs"][0]["seconds"], cost["seconds"]) == (20.0, 10.0)  # all attempts of one; the last of a stage
     assert cost["predicted_cost"] == pytest.approx(12.0 / 3600 * 3.6)
     assert ("commit", f"{'c' * 40} with changes that are not committed") in found["versions"]
     assert [each["name"] for each in found["data"]] == ["chats", "corpus"]
@@ -248,9 +249,17 @@ def test_two_models_stand_beside_each_other(full, tmp_path):
     assert "A: sft" in page.words and "sft says What is a list?" in page.words
 
 
-@pytest.mark.parametrize("change", ["rows", "settings"])
+@pytest.mark.parametrize("change", ["rows", "settings", "reference"])
 def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
     first, second = report_of(full, "p/sft"), report_of(full, "p/dpo")
+    if change == "reference":
+        for each, reference in ((first, "sft@1"), (second, "cpt@2")):
+            scores = each["scores"][0]
+            scores["protocol"] = [*scores["protocol"], ("reference", reference)]
+            scores["rows"] = [dict(scores["rows"][0], metric=name) for name in ("answer_perplexity", "win_rate")]
+        marked = [row["metric"] for row in compared([first, second])[0][0]["rows"]]
+        assert marked == ["answer_perplexity", "win_rate, on other rows or other settings"]
+        return
     names = [row["metric"] for row in compared([first, second])[0][0]["rows"]]
     scores = second["scores"][0]
     if change == "rows":
