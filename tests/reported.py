@@ -43,8 +43,8 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1, image
     final = {"loss": 0.5, "num_tokens": 1000.0 * STEPS, "tokens_per_second": 800.0, "train_seconds": 8.0}
     resources = {"num_workers": 1, "gpus_per_worker": 1, "price_per_gpu_hour": 3.6, "currency": "EUR"}
     sft = store.stage(
-        "sft", {"policy": base, "rows": chats}, metrics={**final, **BESIDE, "train_seconds": 20.0}, method="tasks.sft.SFT",
-        recipe={"learning_rate": 0.001, "max_length": 64}, provenance={"resources": resources},
+        "sft", {"policy": base, "rows": chats}, metrics={**final, **BESIDE, "train_seconds": 20.0},
+        method="tasks.sft.SFT", recipe={"learning_rate": 0.001, "max_length": 64}, provenance={"resources": resources},
     )  # fmt: skip
     dpo = store.stage(
         "dpo", {"policy": sft, "pairs": chats}, metrics={**final, "reward": 1.0}, method="tasks.dpo.DPO",
