@@ -227,8 +227,7 @@ class Evaluate(Method):
             )
         self.check_slots(frozenset(inputs))
         weights = digests_of_weights({slot: each for slot, each in inputs.items() if each.kind in MODELS})
-        # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
-        # can be compared. Text alone needs no template.
+        # One tokenizer for all policies: only numbers on equal tokens compare. Text alone needs no template.
         tokenizer = tokenizer_of(inputs["reference"].path)
         if self.needs_template(inputs):
             require_chat_template(tokenizer, inputs["reference"])

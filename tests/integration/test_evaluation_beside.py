@@ -188,7 +188,7 @@ def test_no_score_is_of_another_base_than_the_training_loaded(
 
     def planted(self: Scoring, step: int) -> Request:
         if step == 4:
-            shutil.copy(root / "policy" / "model.safetensors", base)  # equal bytes, which nobody has compared
+            shutil.copy(root / "policy" / "model.safetensors", base)  # equal bytes in a new file
         return plain(self, step)
 
     monkeypatch.setattr(Scoring, "request", planted)
