@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.declare.pipeline import Pipeline, Stage
-from lineage.artifact import ALIAS, SOURCE, Source
+from lineage.artifact import ALIAS, SOURCE, Kind, Source
 from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import fingerprint
 from lineage.graph.ancestry import nearest_ancestor
@@ -13,6 +13,7 @@ from lineage.promotions import Event, read_events, stacks
 from lineage.source.source_checks import check_options
 from lineage.source.sources import Pinned
 from lineage.store import Entry, Manifest, SourceRecord, Store
+from tasks.gate.rule import CANDIDATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,20 +187,24 @@ def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champ
 def _choose(
     pipeline: Pipeline, names: Sequence[str], held: Sequence[Event], pinned: Callable[[str], str]
 ) -> Event | None:
-    """The current model of the alias; if this plan itself produces it, the earlier model that the plan started from.
+    """The newest model of the alias that this plan can compare its own with, or has started from.
 
-    Otherwise promoting a plan's model would change the plan: it would compare the model with itself, and train it.
+    The candidate of its gate is neither, and without a gate none of its outputs is: promoting it would change the plan,
+    which would compare the model with itself, and train it. Another output of the plan is a champion like any other.
     """
     if not held:
         return None
     current = artifact(held[-1])
-    for event in [*reversed(held[:-1]), None]:
+    for event in [*reversed(held), None]:
         try:
             resolved_alias = resolve_alias(pipeline, names, event)
         except ConfigError:  # a required slot would be empty, so no plan has started from this one
             continue
         made = _outputs(resolved_alias, pinned)
-        if current in made and (event is None or artifact(event) not in made):
+        gates = [stage for stage in pipeline.stages.values() if stage.method.produces == Kind.VERDICT]
+        judged = {pipeline.key(stage.inputs[CANDIDATE]) for stage in gates}
+        barred = {each for each in made if each[0] in judged} if gates else made
+        if current in made and (event is None or artifact(event) not in barred):
             return event
     return held[-1]
 

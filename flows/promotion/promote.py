@@ -10,14 +10,16 @@ from flows.planning.plan import Plan
 from flows.planning.verdicts import Judgement, judgements, refusals
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import ArtifactError, ConfigError, GateError, PipelineError
+from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, ancestry
 from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key
 from lineage.graph.refs import resolve
 from lineage.promotions import Event, append, decision, locked, read_events, stacks
-from lineage.record.labels import who
+from lineage.record.labels import Statement, record_labels, who
 from lineage.record.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
+from lineage.source.sources import is_unchanged
 from lineage.store import Entry, Manifest, Store
 
 _FORCE = "or promote with --force, which is recorded"
@@ -35,8 +37,9 @@ def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[
         _refuse_rejected(index, judges, model, events)
         newest = _newest_of_each_gate(index, judges, model)
         for found, verdict in newest:
-            if reason := _other_champion(index, found, verdict, alias, events):
-                raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares again, {_FORCE}")
+            if reason := other_champion(verdict, found.id, alias, events):
+                again = f"posttrain run of pipeline {found.pipeline}, its champion source at that alias, compares again"
+                raise GateError(f"{reason}; {again}, {_FORCE}")
             _require_pass(index, found, verdict, events)
     except GateError:
         if force:
@@ -87,23 +90,26 @@ def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, e
         )
 
 
-def _other_champion(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> str | None:
-    """Why a verdict does not apply: it compared with another model than the one to be replaced; None: it applies."""
+def other_champion(verdict: Verdict, gate: str, alias: str, events: Sequence[Event]) -> str | None:
+    """Why a verdict does not apply: it compared with another model than the one to be replaced; None: it applies.
+
+    Args:
+        gate: node of the verdict.
+    """
     if not verdict.rests_on_champion:
         return None
-    compared = verdict.champion
+    compared, candidate = verdict.champion, verdict.candidate
     # A verdict without a champion does not record the alias that it would have compared with.
     aliases = [compared.alias] if compared and compared.alias else [alias, CHAMPION]
-    own = _made_with(ancestry(index, found.id))
     moves = [each for name in aliases for each in stacks(events).get(name, [])]
-    held = [each for each in moves if node_key(each.stage or "", each.fingerprint) not in own]
+    held = [each for each in moves if each.fingerprint != candidate.fingerprint]  # it is not compared with itself
     now = held[-1] if held else None
     if (now.fingerprint if now else None) == (compared.fingerprint if compared else None):
         return None
     then_name = f"{compared.name}@{short(compared.fingerprint)}" if compared else "no champion"
     now_name = node_key(now.stage or "", now.fingerprint) if now else "no other model"
     name = now.alias if now else alias
-    return f"{found.id} compared {verdict.candidate.name} with {then_name}, and alias {name} names {now_name} now"
+    return f"{gate} compared {candidate.name} with {then_name}, and alias {name} names {now_name} now"
 
 
 def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequence[Event]) -> None:
@@ -119,18 +125,6 @@ def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequen
         raise GateError(
             f"{found.id} demands a person's approval, which is {state}; posttrain run of that pipeline asks, {_FORCE}"
         )
-
-
-def _made_with(graph: Graph) -> set[str]:
-    """The artifacts of the verdict's own plan: ancestors that are reached without passing through a source."""
-    found: set[str] = set()
-    waiting = [graph.root]
-    while waiting:
-        node = waiting.pop()
-        found.add(node)
-        parents = {edge.parent for edge in graph.parents(node) if not edge.parent.startswith(SOURCE)}
-        waiting += parents - found
-    return found
 
 
 def outcome(
@@ -308,9 +302,22 @@ def _is_commercial(pipeline: Pipeline, alias: str, events: Sequence[Event]) -> b
 
 
 def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str, *, commercial: bool) -> list[str]:
-    """The labels of a model's ancestry, after checking that its licences permit the alias."""
+    """The labels of a model's ancestry, after checking that its licences permit the alias.
+
+    Configured labels are kept for the bytes that the source has now. Of other bytes they count for this move alone.
+    """
     graph = ancestry(index, node)
     configured = {name: source.labels for name, source in pipeline.sources.items()}
+    cache = DigestCache(pipeline.store / "digests.json")
+    record_labels(
+        pipeline.store,
+        [
+            Statement(fingerprint=each.fingerprint, source=name, labels=list(own))
+            for each in graph.nodes.values()
+            if (own := configured.get(name := each.name.removeprefix(SOURCE))) and not each.labels.issuperset(own)
+            if each.entry is None and is_unchanged(name, pipeline.sources[name], each.fingerprint, cache)
+        ],
+    )
     labels = all_labels(graph, configured)
     if commercial:
         require_commercial(graph, labels, pipeline.non_commercial_labels, alias)

@@ -9,7 +9,7 @@ from flows.planning.plan import Plan
 from flows.planning.verdicts import blocking_gates, judgements, may_ask, refusals
 from flows.prefect.address import configured_api_url
 from flows.progress.tracking import mirror_alias
-from flows.promotion.promote import outcome, promote
+from flows.promotion.promote import other_champion, outcome, promote
 from lineage.errors import ArtifactError, GateError, PipelineError
 from lineage.graph.places import node_key
 from lineage.promotions import read_events, rolled_back, stacks
@@ -65,7 +65,7 @@ def pending(plan: Plan) -> list[str]:
         lines = blocking_gates(plan)
         if retrain and promotion_due(plan):
             lines.append(f"{_model(plan, retrain)} waits for alias {retrain.alias}: a run promotes it")
-        elif retrain and not plan.stale and _was_rolled_back(plan, retrain):
+        elif retrain and not plan.stale and not refusals(plan) and _promoted_model(plan) != _model(plan, retrain):
             lines.append(f"{_model(plan, retrain)}: {_why_not(plan, retrain)}")
     except ArtifactError as error:  # a verdict was modified: a run fails with the same message
         return [str(error)]
@@ -97,7 +97,12 @@ def _why_not(plan: Plan, retrain: Retrain) -> str:
             f"it held alias {retrain.alias} before, and a person rolled it back: posttrain promote "
             f"{_model(plan, retrain)} --alias {retrain.alias} sets it again"
         )
-    return ""
+    events, identity = read_events(plan.pipeline.store), plan.stage(retrain.promote).fingerprint
+    others = (
+        other_champion(each.verdict, node_key(each.gate, each.manifest.fingerprint), retrain.alias, events)
+        for each in judgements(plan) if each.verdict.candidate.fingerprint == identity
+    )  # fmt: skip
+    return next(filter(None, others), "")
 
 
 def _was_rolled_back(plan: Plan, retrain: Retrain) -> bool:

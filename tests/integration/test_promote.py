@@ -11,6 +11,7 @@ from flows.promotion.promote import promote, roll_back
 from lineage.errors import ArtifactError, ConfigError, GateError
 from lineage.graph.index import Index
 from lineage.promotions import Event, append, locked, read_events, stacks
+from lineage.record.labels import recorded_labels
 from tests.command import CONF, Command, wait_until
 
 BASE = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt")
@@ -165,6 +166,19 @@ def test_a_verdict_against_another_champion_is_refused(move, toy):
     assert move(second).event is not None  # compared with the model that it replaces
 
 
+def test_a_verdict_without_a_champion_is_refused_once_its_own_plan_has_made_one(move, toy):
+    start, left = node(toy, "model"), node(toy, "left")
+    move(start, force=True)
+    with pytest.raises(GateError, match=rf"compared left with no champion, and alias champion names {start} now"):
+        move(left)
+    result = toy("run", "--json")
+    assert result.returncode == 0, result.stderr
+    states = {row["stage"]: row["state"] for row in json.loads(result.stdout)["stages"]}
+    assert {name for name, state in states.items() if state != "reuse"} == {"evaluate", "gate"}
+    assert move(left).event.verdict is not None
+    assert "nothing to do" in toy("run").stdout
+
+
 @pytest.mark.parametrize(
     ("model", "alias", "message"),
     [
@@ -199,23 +213,25 @@ LABEL = "sources.rows.labels=[CC-BY-NC-4.0]"
 
 
 def test_a_commercial_alias_takes_no_model_with_a_non_commercial_label(move, toy):
-    name, better = node(toy, "left"), node(toy, "left", *BETTER)
-    with pytest.raises(GateError) as refused:
-        move(name, "production", COMMERCIAL, LABEL, force=True)
-    with Index(toy.folder / "artifacts") as index:
+    name, better, store = node(toy, "left"), node(toy, "left", *BETTER), toy.folder / "artifacts"
+    with pytest.raises(GateError) as refused:  # another file of the name: it counts here, and is not kept
+        move(name, "production", COMMERCIAL, LABEL, "sources.rows.path=others.txt", force=True)
+    with Index(store) as index:
         [source] = index.sources("rows")
     assert f"{source} has the label CC-BY-NC-4.0: {source} -> {node(toy, 'data')} -> {name}" in str(refused.value)
-    assert read_events(toy.folder / "artifacts") == []
-    assert move(name, "staging", COMMERCIAL, LABEL).event.labels == ["CC-BY-NC-4.0"]
-    assert move(name, "production", COMMERCIAL, "sources.rows.labels=[mit]").event is not None
-    with pytest.raises(GateError, match="alias production is commercial"):  # until it is unmarked
-        move(better, "production", LABEL, force=True)
+    assert read_events(store) == []
+    assert "CC-BY-NC-4.0" not in toy("plan", LABEL).stderr and recorded_labels(store) == {}  # a plan writes nothing
+    assert move(name, "production", COMMERCIAL, "sources.rows.labels=[mit]").event.labels == ["mit"]
     move(better, "production", COMMERCIAL, force=True)
     with pytest.raises(GateError, match="alias production is commercial"):  # the label came later
-        move(None, "production", COMMERCIAL, LABEL)
+        move(None, "production", LABEL)
+    assert recorded_labels(store) == {source.partition("@")[2]: {"CC-BY-NC-4.0", "mit"}}
+    with pytest.raises(GateError, match="alias production is commercial"):  # until it is unmarked, and labels are kept
+        move(name, "production", force=True)
+    assert move(name, "staging", COMMERCIAL).event.labels == ["CC-BY-NC-4.0", "mit"]
     with pytest.raises(GateError, match="has the label mit"):
-        move(name, "production", COMMERCIAL, "non_commercial_labels=[mit]", "sources.rows.labels=[mit]")
-    assert move(name, "production", "aliases.production.commercial=false", LABEL, force=True).event
+        move(name, "production", COMMERCIAL, "non_commercial_labels=[mit]")
+    assert move(name, "production", "aliases.production.commercial=false", force=True).event
 
 
 def test_a_label_that_a_manifest_records_counts_without_being_set(tmp_path, prefect_url, monkeypatch):

@@ -4,8 +4,11 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
+from flows.promotion.retrain import has_work, pending
 from lineage.errors import ArtifactError, ConfigError
+from lineage.graph.places import node_key
 from lineage.promotions import Event, append, locked
+from lineage.record.verdict import Judged, RuleResult, Verdict
 from tests.command import CONF
 from tests.unit.flows.planning.test_plan import finish, states
 
@@ -67,6 +70,17 @@ def test_another_plan_is_compared_with_the_latest_holder_that_is_not_its_own(toy
     assert champion_of(again) == first
     assert set(states(again).values()) == {"reuse"}
     assert champion_of(toy()) == new.stage("left").fingerprint
+
+
+def test_an_output_of_the_plan_that_no_gate_judges_is_a_champion_like_any_other(toy):
+    finish(toy())
+    held = hold(toy(), "model")
+    new = toy()
+    assert champion_of(new) == held
+    assert {name for name, state in states(new).items() if state == "run"} == {"evaluate", "gate"}
+    finish(new, "evaluate", "gate")
+    hold(new, "left")
+    assert champion_of(toy()) == held and set(states(toy()).values()) == {"reuse"}
 
 
 def test_a_champion_that_is_gone_is_named(toy):
@@ -149,6 +163,23 @@ def test_a_generation_that_was_not_promoted_is_no_start(renewed):
     finish(renewed("bad"))
     assert set(states(renewed("bad")).values()) == {"reuse"}
     assert inputs_of(renewed("c"), "learner")["policy"] == first["learner"]
+
+
+def test_a_verdict_that_compared_with_another_champion_promotes_nothing(renewed):
+    plan = renewed("a")
+    candidate = Judged(name="learner", fingerprint=plan.stage("learner").fingerprint, digest=None)
+    rule = RuleResult(rule="beats_champion", demand="it wins", against="champion", outcome="better")
+    verdict = Verdict(
+        result="pass", approval="none", confidence=0.95, candidate=candidate, champion=None, rules=[rule]
+    )  # fmt: skip
+    finish(plan, *(each.name for each in plan.stages if each.name != "gate"))
+    finish(plan, "gate", files={"verdict.json": verdict.to_json()})
+    learner, gate, blank = (node_key(name, plan.stage(name).fingerprint) for name in ("learner", "gate", "blank"))
+    assert pending(renewed("a")) == [f"{learner} waits for alias champion: a run promotes it"]
+    hold(plan, "blank")
+    why = f"{gate} compared learner with no champion, and alias champion names {blank} now"
+    assert pending(renewed("a")) == [f"{learner}: {why}"]
+    assert not has_work(renewed("a"))
 
 
 NO_REPLAY = ("stages.data.method.replay_share=null", "~stages.data.inputs.replay")
