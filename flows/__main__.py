@@ -161,9 +161,22 @@ def _run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{arguments[0]}: no REF is given; {known_refs(arguments)}")
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
         if "overrides" in options:
+            _name_first(options, is_optional=arguments[0] in (*_WITHOUT_REF, "gate-check"))
             read_project(options)
         _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
+
+
+def _name_first(options: argparse.Namespace, *, is_optional: bool) -> None:
+    """Takes an override that stands before the name (REF, STAGE ...), or instead of one that is optional, as such."""
+    for slot in ("ref", "name", "session", "run"):
+        word = getattr(options, slot, None) or ""
+        if _OVERRIDE.fullmatch(word):
+            others = [each for each in options.overrides if not _OVERRIDE.fullmatch(each)]
+            name = next((each for each in others if each[0] != "~" and not each.endswith((".yaml", ".yml"))), "")
+            if name or is_optional:
+                setattr(options, slot, name)
+                options.overrides = [word, *(each for each in options.overrides if each != name)]
 
 
 def _warn_of_repeated(overrides: Sequence[str]) -> None:

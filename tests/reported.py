@@ -17,6 +17,7 @@ from tests.written_store import WrittenStore
 STEPS = 40
 BESIDE = {"evaluation/f1": 0.5, "evaluation/f1/stderr": 0.1, "evaluation/base/f1": 0.25}
 SAMPLE = "2026-11-27 15:00:00,000 INFO tasks.data sample (trained tokens in ⟦ ⟧): {}\n2026-11-27 15:00:01,000 INFO x\n"
+ROWS = "2026-11-27 15:00:00,000 INFO tasks.data rows_of={} max_length=64 rows=90\n"
 # As Ray repeats a worker's lines in the log of the stage.
 RAYS = "\x1b[36m(W pid=1)\x1b[0m sample (trained tokens in ⟦ ⟧): {}\n\x1b[36m(W pid=1)\x1b[0m x\n"
 
@@ -55,7 +56,9 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1, image
         entry = entry_of(store, manifest)
         entry.logs.mkdir(exist_ok=True)
         sample = f"user: {text}\n⟦A list.\nIt is mutable.⟧ end"
-        entry.log.write_text(RAYS.format(sample) + SAMPLE.format(sample) + RAYS.format(sample))
+        own = [RAYS.format(sample), SAMPLE.format(sample), RAYS.format(sample)]
+        own += [SAMPLE.format("⟦One.⟧⟦Two.⟧")] if manifest is dpo else []
+        entry.log.write_text("".join([ROWS.format("chats"), *own, ROWS.format("others"), SAMPLE.format("⟦Theirs.⟧")]))
         lines = [
             {"step": step, "time": 100.0 + step, "metrics": curve(step, manifest is dpo)}
             for step in range(1, STEPS + 1)

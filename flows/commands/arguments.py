@@ -50,36 +50,25 @@ def read_overrides(options: argparse.Namespace) -> None:
         options.config_dir = options.config_dir or config_dir
 
 
-def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits the name that a command takes, at any position, from the overrides.
-
-    Args:
-        word: the first argument, which argparse took for the name.
-    """
-    cli_args = [word, *overrides]
-    name = next((each for each in cli_args if "=" not in each), word)
-    cli_args.remove(name)
-    return name, cli_args
-
-
-_OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
+_OF_POLICIES, _OF_MODELS = ("chat", "serve-model", "export", "blame"), ("promote", "report")
 
 
 def known_refs(cli_args: Sequence[str]) -> str:
     """What the REF of a command line may be: the models of the store, or all that it has."""
     from flows.declare.project import with_project
     from flows.declare.store_root import asked_store
-    from lineage.artifact import Kind
+    from lineage.artifact import MODELS, Kind
     from lineage.graph.index import Index
     from lineage.graph.refs import known_names
 
+    kinds = (Kind.CHECKPOINT,) if cli_args[0] in _OF_POLICIES else MODELS if cli_args[0] in _OF_MODELS else ()
     found = with_project([arg for arg in cli_args if arg.startswith("store=")])
     try:
         store = asked_store([word for word in found if word.startswith("store=")])
     except ConfigError as error:
         return printable(str(error))
     with Index(store) as index:
-        names = known_names(index, Kind.CHECKPOINT if cli_args[0] in _OF_MODELS else None)
+        names = known_names(index, kinds)
     return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from flows.commands.arguments import add_json, add_overrides, known_refs, name_among, recorded_cli_args, write_output
+from flows.commands.arguments import add_json, add_overrides, known_refs, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
 from flows.reports.wording import relative
 from lineage.filesystem.files import local_path
@@ -64,6 +64,8 @@ def run_report(options: argparse.Namespace) -> int:
         raise ConfigError(f"report: {problem}{there}; give one, or two as: posttrain report --compare A B")
     if options.card and options.compare:
         raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
+    if options.repo and not options.card:
+        raise ConfigError(f"--repo {options.repo}: names the model in its card alone; add --card, or leave it out")
     store = asked_store([arg for arg in cli_args if "=" in arg], options.config_dir)
     with Index(store) as index:
         reports = [model_report(trial_model(ref, store) or ref, index) for ref in refs]
@@ -134,7 +136,7 @@ def add_blame(parser: argparse.ArgumentParser) -> None:
 def run_blame(options: argparse.Namespace) -> int:
     from flows.operate.blame import blame
 
-    ref, options.overrides = name_among(options.ref, options.overrides)
+    ref = options.ref
     against = ["--against", options.against] if options.against else []
     cli_args = [ref, "--metric", options.metric, *against, *recorded_cli_args(options)]
     found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, cli_args)
@@ -161,8 +163,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
     names = [rule.name for rule in RULES]
     if options.rule is not None and options.rule not in names:
         raise ConfigError(f"--rule {options.rule}: no such rule; there are: {', '.join(names)}")
-    ref, overrides = name_among(options.ref, options.overrides)
-    found = read_diagnosis(ref, asked_store(overrides, options.config_dir))
+    found = read_diagnosis(options.ref, asked_store(options.overrides, options.config_dir))
     files = [(options.out, patch_of), (options.html, diagnosis_page)]
     for path, write in files:
         if path:

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, name_among
+from flows.commands.arguments import add_json, add_overrides
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
@@ -73,9 +73,8 @@ def run_gate_check(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.reports.wording import empty_table, plain_text
 
-    name, cli_args = name_among(options.name, options.overrides) if options.name else ("", options.overrides)
-    overrides = cli_args if "=" in name or not name else [f"pipeline={name}", *cli_args]
-    pipeline = load_pipeline([*overrides, *([name] if "=" in name else [])], options.config_dir)
+    chosen = [f"pipeline={options.name}"] if options.name else []
+    pipeline = load_pipeline([*chosen, *options.overrides], options.config_dir)
     with redirect_stdout(sys.stderr):  # stdout is the command's own, and metrics may print
         found = _check_gates(pipeline)
     if options.json:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args
+from flows.commands.arguments import add_json, add_overrides, recorded_cli_args
 from lineage.filesystem.files import local_path
 
 if TYPE_CHECKING:
@@ -261,7 +261,6 @@ def run_tune(options: argparse.Namespace) -> int:
     from flows.sweep.tune import Tuner, Tuning, read_tuning
     from lineage.errors import ConfigError
 
-    name, options.overrides = name_among(options.name, options.overrides)
     chosen, budget = [], None
     for option in ("metric", "rounds", "steps", "budget_steps", "budget_money"):
         value, written = getattr(options, option), f"--{option.replace('_', '-')}"
@@ -271,14 +270,14 @@ def run_tune(options: argparse.Namespace) -> int:
             raise ConfigError(f"{written} {value}: a number above 0 is accepted")
         if option.startswith("budget_") and value is not None:
             budget = option.removeprefix("budget_"), value
-    asked = Tuning(stage=name, metric=options.metric, rounds=options.rounds, steps=options.steps, budget=budget)
+    asked = Tuning(stage=options.name, metric=options.metric, rounds=options.rounds, steps=options.steps, budget=budget)
     sweep = read_tuning(asked, options.overrides, options.config_dir)
     tuner = Tuner(sweep, asked)
     if options.dry_run:
         print(_first_round(tuner, as_json=options.json))
         return 0
     done = conduct(
-        sweep, [name, *chosen, *recorded_cli_args(options)], tuner.begin, command="tune", accepts_failures=True
+        sweep, [options.name, *chosen, *recorded_cli_args(options)], tuner.begin, command="tune", accepts_failures=True
     )
     if options.json:
         found = sweep_dict(sweep, done.files, done.seconds, done.execution_id)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from flows.commands.arguments import count_of, name_among
+from flows.commands.arguments import count_of
 from flows.declare.store_root import asked_store, store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
@@ -60,8 +60,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 def run_logs(options: argparse.Namespace) -> int:
     from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 
-    ref, overrides = name_among(options.ref, options.overrides)
-    store = asked_store(overrides, options.config_dir)
+    ref, store = options.ref, asked_store(options.overrides, options.config_dir)
     if not options.follow:
         sys.stdout.writelines(map(printable_text, read_log(stage_entry(ref, store), options.lines)))
         return 0
@@ -80,7 +79,6 @@ def add_cancel(parser: argparse.ArgumentParser) -> None:
 def run_cancel(options: argparse.Namespace) -> int:
     from flows.operate.cancel import cancel, find_run
 
-    run_id, overrides = name_among(options.run, options.overrides)
-    store = asked_store(overrides, options.config_dir)
-    print(cancel(find_run(run_id, store), store))
+    store = asked_store(options.overrides, options.config_dir)
+    print(cancel(find_run(options.run, store), store))
     return 0

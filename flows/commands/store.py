@@ -31,8 +31,6 @@ def run_verify(options: argparse.Namespace) -> int:
     from lineage.store import require_store
     from lineage.verify.store import Checked, Fault, read_store
 
-    if options.ref and "=" in options.ref:  # `posttrain verify store=elsewhere`
-        options.overrides, options.ref = [options.ref, *options.overrides], None
     pipeline = load_pipeline(options.overrides, options.config_dir)
     everything, findings = read_store(require_store(pipeline.store))
     chosen = _chosen(options.ref, pipeline.store) if options.ref else set(everything)

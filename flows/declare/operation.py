@@ -133,19 +133,24 @@ class Tracking:
 
 
 def _require_account() -> None:
-    """Refuses a run for which Weights & Biases would ask a person for a key.
+    """Refuses a run for which Weights & Biases would ask a person for a key, or which it would refuse.
 
     Raises:
-        ConfigError: there is no key, and nothing says that it is offline.
+        ConfigError: there is no key, and nothing says that it is offline; or its mode is none that it knows.
     """
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     named = any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE"))
-    is_away = os.environ.get("WANDB_MODE", "online") not in ("online", "shared")
+    mode, online, away = os.environ.get("WANDB_MODE", "online"), ("online", "run", "shared"), ("offline", "dryrun")
+    if mode not in (*online, *away, "disabled"):
+        raise ConfigError(
+            f"tracking.wandb=true: WANDB_MODE={mode!r} is no mode of Weights & Biases; online, offline, shared and "
+            "disabled are accepted; set one of them, or unset it for online"
+        )
     try:
         known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         known = None
-    if not (is_away or named or known):
+    if mode in online and not (named or known):
         raise ConfigError(
             f"tracking.wandb=true: there is no key for {host}; log in with `wandb login`, set WANDB_API_KEY, or keep "
             "the runs in the store with WANDB_MODE=offline, for `wandb sync` later"

@@ -149,11 +149,12 @@ class Report(TypedDict, total=False):
 _POINTS, _SAMPLES = 600, 5  # of a curve; rows, and answers
 _PICTURE = 256  # pixels of the longer side of an image on the page
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
-_DRAWS = 200_000  # of a bootstrap: rows times resamples
+_DRAWS, _DRAWS_OF_GAIN = 200_000, 4_000_000  # of a bootstrap: rows times resamples; of a gain as many as a gate has
 # Of a process of ours: Ray repeats what its workers print line by line, without the lines that another has printed.
 _SAMPLE = re.compile(
-    r"^\d{4}-[^\n]* sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |^\x1b\[|\Z)", re.M | re.S
-)
+    r"^\d{4}-[^\n]* (?:rows_of=(\S+)[^\n]*|sample \(trained tokens in ⟦ ⟧\): (.*?)"
+    r"(?=^\d{4}-\d\d-\d\d \d\d:|^--- |^\x1b\[|\Z))", re.M | re.S
+)  # fmt: skip
 # Title of a chart -> the metrics that it draws, the first that fits; others have a chart by what is before their /.
 _CHARTS = {
     "loss": "|".join(("loss", *VALIDATION)), "validation": "val/.*", "gradient norm": "grad_norm",
@@ -189,7 +190,7 @@ def model_report(ref: str, index: Index) -> Report:
         "about": _about(graph, chain), "facts": _facts(node, manifest),
         "lineage": graph.to_dict(node.id),
         "data": _data(graph),
-        "samples": _trained_samples(chain),
+        "samples": _trained_samples(graph, chain),
         "recipe": _recipe(index.store, node, manifest),
         "curves": [found for each in reversed(chain) if (found := _curves(each))],
         "scores": [*scores, *([beside] if beside else [])],
@@ -390,7 +391,7 @@ def _place(node: Node) -> str:
     return f"{name}: {source.path}" if source else name
 
 
-def _trained_samples(chain: Sequence[Node]) -> list[Facts]:
+def _trained_samples(graph: Graph, chain: Sequence[Node]) -> list[Facts]:
     """The first rows of each training as text with the trained tokens in ⟦ ⟧, as its log has them."""
     found = list[Facts]()
     for node in chain:
@@ -400,11 +401,21 @@ def _trained_samples(chain: Sequence[Node]) -> list[Facts]:
                 log = file.read(_LOG_BYTES).decode("utf-8", "replace")
         except OSError:
             continue
-        texts = list(islice(dict.fromkeys(each.strip() for each in _SAMPLE.findall(log)), _SAMPLES))
-        parts = [re.split("(⟦.*?⟧)", text, flags=re.S) for text in texts]
+        inputs, rows_of, texts = (
+            {edge.parent.partition("@")[0] for edge in graph.parents(node.id)},
+            "",
+            dict[str, None](),
+        )
+        for name, text in _SAMPLE.findall(log):  # the first stage's log has the rows of all: one process prepares them
+            rows_of = name or rows_of
+            if text and (rows_of in inputs or not rows_of):
+                texts[text.strip().replace("⟧⟦", "⟧\n⟦")] = None  # a pair: the chosen answer, and the rejected one
+        parts = [re.split("(⟦.*?⟧)", text, flags=re.S) for text in islice(texts, _SAMPLES)]
         rows = [[(part.strip("⟦⟧"), part.startswith("⟦")) for part in each if part] for each in parts]
+        of_pairs = any(edge.slot == "pairs" for edge in graph.parents(node.id))
+        what = "of each pair the chosen answer, then the rejected one; " if of_pairs else ""
         if rows:
-            found.append({"stage": node.name, "rows": rows})
+            found.append({"stage": node.name, "what": f"{what}what was trained is marked", "rows": rows})
     return found
 
 
@@ -656,7 +667,8 @@ def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScore
 def _interval(scores: RowScores, policy: str, baseline: str | None) -> Facts | None:
     if policy not in scores.scores or (baseline and baseline not in scores.scores):
         return None
-    count = min(400, max(50, _DRAWS // max(1, len(set(scores.groups)))))
+    most, draws = (10_000, _DRAWS_OF_GAIN) if baseline else (400, _DRAWS)
+    count = min(most, max(50, draws // max(1, len(set(scores.groups)))))
     found = Bootstrap(confidence=0.95, num_resamples=count, seed=0).estimate([scores], policy, baseline)
     if not all(map(math.isfinite, (found.value, found.low, found.high))):
         return None

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from flows.commands.arguments import name_among
 from flows.reports.wording import counted, relative
 from flows.serving.model import Found, find_model
 from lineage.artifact import MODELS, Kind
@@ -76,7 +75,7 @@ def run_export(options: argparse.Namespace) -> int:
             f"export {options.target}: --type {options.type}: {' and '.join(GGUF_TYPES)} are written here; for "
             f"another, export gguf --type f16, then with llama.cpp: llama-quantize MODEL-f16.gguf MODEL.gguf {smaller}"
         )
-    ref, options.overrides = name_among(options.ref, options.overrides)
+    ref = options.ref
     if options.target == "verl":
         return _export_verl(ref, options)
     if options.target == "hub":

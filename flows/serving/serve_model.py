@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import name_among
 from flows.serving.model import Found, find_model
 from lineage.errors import ConfigError, PipelineError
 
@@ -38,7 +37,6 @@ def add_serve_model(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve_model(options: argparse.Namespace) -> int:
-    ref, options.overrides = name_among(options.ref, options.overrides)
     key = os.environ.get(KEY)
     if options.host not in _LOOPBACK and not key:
         raise ConfigError(
@@ -52,7 +50,7 @@ def run_serve_model(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--engine {engine}: {', '.join(missing)} is not installed; run: pip install {' '.join(missing)}"
         )
-    found = find_model(ref, options.overrides, options.config_dir)
+    found = find_model(options.ref, options.overrides, options.config_dir)
     with bound_socket(options.host, options.port) as bound:
         address = f"http://{options.host}:{bound.getsockname()[1]}/v1"
         if engine == "transformers":

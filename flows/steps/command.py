@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_overrides, count_of, name_among
+from flows.commands.arguments import add_overrides, count_of
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
 from lineage.filesystem.lock import Lock
@@ -70,10 +70,9 @@ def run_commit(options: argparse.Namespace) -> int:
     from flows.steps.commit import commit
     from flows.steps.engine import Engine
 
-    session, options.overrides = name_among(options.session, options.overrides)
     engine = Engine(options.root, finder(options), database=options.database, resources=_resources(gpu=options.gpu))
     output = commit(
-        engine, store_root(options.overrides, options.config_dir), session, options.stage,
+        engine, store_root(options.overrides, options.config_dir), options.session, options.stage,
         lambda ref: find_model(ref, options.overrides, options.config_dir), options.pipeline,
     )  # fmt: skip
     engine.records.close()
@@ -90,8 +89,7 @@ def run_replay(options: argparse.Namespace) -> int:
     from flows.reports.wording import counted
     from flows.steps.commit import as_dict, replay
 
-    ref, options.overrides = name_among(options.ref, options.overrides)
-    found = replay(ref, asked_store(options.overrides, options.config_dir), options.config_dir)
+    found = replay(options.ref, asked_store(options.overrides, options.config_dir), options.config_dir)
     if options.json:
         print(json.dumps(as_dict(found), indent=2))
     elif found.differ:

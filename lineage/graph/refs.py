@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,9 +56,9 @@ def resolve(ref: str, index: Index) -> Found:
     return Found(node=node, entry=None if node.startswith(SOURCE) else index.entry(node))
 
 
-def known_names(index: Index, kind: str | None = None) -> str:
-    """What a REF may name, for messages: the stages with an artifact, of one kind of output if that is asked for."""
-    places = [place for place in index.places() if kind is None or _kind(place, index) == kind]
+def known_names(index: Index, kinds: Collection[str] = ()) -> str:
+    """What a REF may name, for messages: the stages with an artifact, of some kinds of output if any are given."""
+    places = [place for place in index.places() if not kinds or _kind(place, index) in kinds]
     return _some(["/".join(place) for place in places] + [_ALIAS + alias for alias in sorted(index.aliases)])
 
 

@@ -226,6 +226,17 @@ def test_weights_and_biases_without_a_key_is_refused_before_anything_runs(monkey
             assert make_tracker(tracking)
 
 
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [("", "WANDB_MODE='' is no mode"), ("Offline", "is no mode"), ("run", "no key"), ("dryrun", "")],
+)
+def test_the_plan_takes_the_modes_of_weights_and_biases(monkeypatch, mode, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        assert Tracking(mlflow=False, wandb=True).others == ["wandb"]
+
+
 def test_the_plan_names_a_tracker_that_cannot_record(monkeypatch):
     real = importlib.util.find_spec
     for found, why in ((None, "pip install 'posttrain.wandb.'"), (real("json"), "set WANDB_API_KEY")):

@@ -94,8 +94,16 @@ def test_a_missing_ref_lists_what_there_is(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2 and message in capsys.readouterr().err
     store = WrittenStore(tmp_path / "artifacts")
     store.stage("sft", {"rows": store.stage("pairs", {"rows": store.source("pairs")})})
+    store.stage("reward", {})
     (tmp_path / "posttrain.yaml").write_text("store: ours\n")
-    for cli_args, names in ((["chat"], "p/sft"), (["lineage"], "p/pairs, p/sft"), (["export", "gguf"], "p/sft")):
+    assert main(["lineage", "store=artifacts", "p/sft"]) == 0  # before the REF too it is stronger than the project's
+    assert capsys.readouterr().out.startswith("sft ")
+    assert main(["report", "store=artifacts"]) == 2
+    assert "no REF is given; artifacts has p/reward, p/sft; give one" in capsys.readouterr().err
+    for cli_args, names in (
+        (["chat"], "p/sft"), (["lineage"], "p/pairs, p/reward, p/sft"), (["export", "gguf"], "p/sft"),
+        (["promote", "--alias", "x"], "p/reward, p/sft"),
+    ):  # fmt: skip
         assert main([*cli_args, "store=artifacts"]) == 2
         assert capsys.readouterr().err == f"posttrain: {cli_args[0]}: no REF is given; artifacts has {names}\n"
         with pytest.raises(SystemExit):

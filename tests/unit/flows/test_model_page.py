@@ -72,9 +72,10 @@ def test_every_section_has_what_the_record_says(full):
         "prompt": "What is a list?", "right": "A type.", "sft": "sft says What is a list?",
         "dpo": "dpo says What is a list?",
     }  # fmt: skip
-    assert found["samples"][0]["rows"] == [
-        [("user: What is a list?\n", False), ("A list.\nIt is mutable.", True), (" end", False)]
-    ]
+    row = [("user: What is a list?\n", False), ("A list.\nIt is mutable.", True), (" end", False)]
+    pair = [("One.", True), ("\n", False), ("Two.", True)]
+    assert [each["rows"] for each in found["samples"]] == [[row], [row, pair]]  # those that each of them was trained on
+    assert found["samples"][1]["what"].startswith("of each pair the chosen answer, then the rejected one; ")
     assert found["verdicts"][0]["intervals"] == ["+0.3 [+0.1, +0.5], n=20"]
     cost = found["costs"][-1]
     assert (cost["memory"], cost["predicted_memory"], cost["predicted_seconds"]) == (2**30, 2**29, 12.0)
@@ -279,6 +280,7 @@ def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
         (("p/none",), "p/none: no such artifact"),
         ((), "no REF is given"),
         (("--compare", "p/sft", "p/dpo", "--card"), "a card is of one model"),
+        (("p/dpo", "--repo", "owner/name"), "--repo owner/name: names the model in its card alone; add --card"),
     ],
 )
 def test_what_names_no_model_is_refused(full, overrides, output):
