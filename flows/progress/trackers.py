@@ -21,7 +21,7 @@ from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.record.metrics_file import ReportFile, StageReport
 from lineage.record.run_file import RunNames
-from lineage.record.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
+from lineage.record.tracker import FINAL, Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 from lineage.secrets import first_line
 
 Status = Literal["finished", "failed", "killed"]
@@ -86,7 +86,7 @@ class TensorBoard:
 
     def end(self, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(f"final/{name}", value)
+            self._writer.add_scalar(f"{FINAL}{name}", value)
         self._writer.add_text("status", f"{status}: {cause}" if cause else status)
         self._writer.close()
 
@@ -118,7 +118,7 @@ class Wandb:
         self._run.log(dict(report.metrics), step=report.step)
 
     def end(self, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
-        self._run.summary.update({f"final/{name}": value for name, value in metrics.items()} | {"cause": cause})
+        self._run.summary.update({f"{FINAL}{name}": value for name, value in metrics.items()} | {"cause": cause})
         self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 255}[status])  # 255: as by Ctrl-C
 
 
@@ -146,7 +146,7 @@ class Trackio:
     def end(self, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
         """It knows no states: the last alert of a run is its state."""
         if metrics:
-            self._run.log({f"final/{name}": value for name, value in metrics.items()})
+            self._run.log({f"{FINAL}{name}": value for name, value in metrics.items()})
         level = {"finished": "INFO", "failed": "ERROR", "killed": "WARN"}[status]
         self._run.alert(title=status, text=cause, level=self._levels[level])
         self._run.finish()

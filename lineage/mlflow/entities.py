@@ -16,6 +16,7 @@ from lineage.filesystem.remote_files import is_url
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.record.metrics_file import ReportFile
+from lineage.record.tracker import FINAL
 from lineage.source.source_checks import PYTHON
 from lineage.store import InputRecord, Manifest, SourceRecord
 
@@ -199,8 +200,9 @@ def metrics_of_models(
     """
     found = []
     for each in metrics:
-        slot, _, name = each.key.partition("/")
-        of = models.get("policy") if each.key.startswith("evaluation/base/") else own or models.get(slot)
+        key = each.key.removeprefix(FINAL)
+        slot, _, name = key.partition("/")
+        of = models.get("policy") if key.startswith("evaluation/base/") else own or models.get(slot)
         slots = _TRAINED_ON if own else _MEASURED_ON.get(name.partition("/")[0], _ANSWERED)
         rows = next((data[slot].dataset for slot in slots if slot in data), None)
         at = (each.key, each.value, each.timestamp, each.step)
@@ -249,6 +251,11 @@ class Reports:
     @property
     def last_step(self) -> int:
         return max(self.logged.values(), default=0)
+
+    def ends_apart(self, final: Metric) -> bool:
+        """Whether the curve of a final metric ends with another value."""
+        end = self.latest.get(final.key)
+        return end is not None and end.value != final.value
 
     def new(self) -> list[Metric]:
         """The metrics that were appended since the last call; an incomplete line is left for the next one."""

@@ -34,6 +34,7 @@ from lineage.mlflow.entities import (
 from lineage.mlflow.executions import EXISTS, KILLED_CAUSE, Executions, present, where
 from lineage.record.attempts import attempts, resumed_at
 from lineage.record.run_file import UNNAMED, RunFile, is_gone
+from lineage.record.tracker import FINAL
 from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 SAMPLES, NUM_SAMPLES = "samples.parquet", 10  # completions with their rewards, which reinforcement stages write
@@ -134,7 +135,9 @@ class Mirror:
         metrics = reports.new()
         last = reports.last_step
         final = [Metric(accepted(name), value, end, last) for name, value in manifest.metrics.items()]
-        metrics += [each for each in final if each.key not in reports.logged]
+        # Of a curve that ends with another value, such as a mean over steps: beside the curve, by a name of its own.
+        apart = [Metric(f"{FINAL}{each.key}", each.value, end, last) for each in final if reports.ends_apart(each)]
+        metrics += [each for each in (*final, *apart) if each.key not in reports.logged]
         labels, origins = self.labels(manifest), self._origins(manifest)
         tags = {Tag.DIGEST: manifest.output_digest, Tag.LABELS: json.dumps(labels), Tag.NOTE: origins}
         if manifest.provenance.resumed_at:
@@ -159,7 +162,7 @@ class Mirror:
             if model_id not in output_models(self.client.get_run(run_id)):
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
         data, models = self._inputs(manifest, experiment)
-        shown = (reports.latest.get(each.key, each) for each in final)  # as the run has them, to which they are added
+        shown = [reports.latest.get(each.key, each) for each in final] + apart  # as the run has them, where they go too
         self.client.log_batch(run_id, metrics=metrics_of_models(shown, model_id, models, data))
         tags = self.client.get_run(run_id).data.tags
         if Tag.CAUSE in tags:  # of the previous attempt

@@ -9,6 +9,8 @@ from typing import Literal
 from lineage.errors import PrunedError, StoppedError
 from lineage.store import Manifest
 
+FINAL = "final/"  # before the name of a final metric, beside the curve of that name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:

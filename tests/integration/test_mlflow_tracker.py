@@ -78,7 +78,9 @@ def test_reports_appear_while_the_stage_runs(uri, client, store):
     assert steps(client, run_id) == [1, 2, 3]
     assert [each.timestamp for each in client.get_metric_history(run_id, "loss")] == [1001000, 1002000, 1003000]
     # The final mean of a metric that was reported is not mixed with its steps.
-    assert client.get_run(run_id).data.metrics == {"loss": 1 / 3, "grad_norm": 0.5, "train_seconds": 4.0}
+    run = client.get_run(run_id)  # the manifest's loss is beside its curve
+    assert run.data.metrics == {"loss": 1 / 3, "grad_norm": 0.5, "train_seconds": 4.0, "final/loss": 9.0}
+    assert client.search_runs([run.info.experiment_id], 'metrics."final/loss" > 8')[0].info.run_id == run_id
 
 
 def test_a_resumed_stage_continues_its_run_and_no_step_is_there_twice(uri, client, store):
