@@ -113,7 +113,7 @@ def check_models(pipeline: Pipeline) -> None:
         check_quantization(name, pipeline, config)
         _check_adapter_in(name, pipeline)
         slot = stage.method.needs_template(stage.inputs)
-        if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
+        if slot and not has_template[pipeline.key(stage.inputs[slot])] and not installs:
             root = root_of(pipeline, stage.inputs[slot])
             _require_tokenizer(root.removeprefix(SOURCE), pipeline.sources.get(root.removeprefix(SOURCE)))
             root = root.replace(SOURCE, "sources.", 1)
@@ -123,7 +123,7 @@ def check_models(pipeline: Pipeline) -> None:
                 f"set {' or '.join(f'{field}.chat_template=chatml' for field in fields)}, "
                 "or start from a model that has one"
             )
-        policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
+        policy_has = "policy" not in stage.inputs or has_template[pipeline.key(stage.inputs["policy"])]
         has_template[name] = policy_has or installs
 
 
@@ -322,10 +322,6 @@ def _recipe_behind(
             f"give alias:NAME/{name}, or the output/ of a data stage in its place in a store"
         )
     return manifest.recipe
-
-
-def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_template: Mapping[str, bool]) -> bool:
-    return has_template[pipeline.key(inputs[slot])]
 
 
 def _source_has_template(name: str, source: Source, cache: Path) -> bool:

@@ -378,11 +378,11 @@ def texts_of(rows: "pa.RecordBatch") -> "pa.Array":
     import pyarrow.compute as pc
 
     columns = [rows.column(name) for name in kind_of_columns(rows.schema.names).contents]
-    texts = [_said(column) for column in columns]
+    texts = [_contents(column) for column in columns]
     return texts[0] if len(texts) == 1 else pc.binary_join_element_wise(*texts, "\n", null_handling="skip")
 
 
-def _said(column: "pa.Array") -> "pa.Array":
+def _contents(column: "pa.Array") -> "pa.Array":
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -141,7 +141,7 @@ def _rated(fields: Fields) -> list[tuple[object, int]]:
     if any(not is_nothing(fields.get(name)) for name in _ANSWERED):
         return []
     for first, second, verdict, left, right in _COMPARED:
-        one, other = _said(fields.get(first)), _said(fields.get(second))
+        one, other = _last_text(fields.get(first)), _last_text(fields.get(second))
         if isinstance(one, str) and isinstance(other, str) and verdict in fields:
             return [(one, int(fields[verdict] in right)), (other, int(fields[verdict] in left))]
     answers = next((value for name in _RATED if isinstance(value := fields.get(name), list)), [])
@@ -151,7 +151,7 @@ def _rated(fields: Fields) -> list[tuple[object, int]]:
     return [(text, order.index(score)) for text, score in found]
 
 
-def _said(answer: object) -> object:
+def _last_text(answer: object) -> object:
     """A text, or that of the last turn of a conversation."""
     return _of(answer[-1], ("content",)) if isinstance(answer, list) and answer else answer
 

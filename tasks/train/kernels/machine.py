@@ -301,8 +301,8 @@ def sdpa_of_cpu(
     (``bench/attention.py``).
     """
     fast = torch.get_float32_matmul_precision()
-    given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-    attend = partial(_sdpa, query, key, value, **given, scale=scale, enable_gqa=enable_gqa)
+    options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    attend = partial(_sdpa, query, key, value, **options, scale=scale, enable_gqa=enable_gqa)
     if fast == "highest" or torch.compiler.is_compiling():
         return attend()
     if is_causal and attn_mask is None and not dropout_p and _is_short_in_bf16(query, key):
