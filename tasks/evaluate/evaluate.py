@@ -236,7 +236,7 @@ class Evaluate(Method):
         lengths, thinking, control_tokens = self._as_trained(trained := [*models.values(), inputs["reference"]])
         rows = self.rows_of(inputs, tokenizer, trained, lengths, thinking, control_tokens)
         self._require_text(rows)
-        caching = self._cache(tokenizer, ctx)
+        caching = self._cache(tokenizer, inputs["reference"].path, ctx)
         functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
         check_columns(functions, columns_of(rows))
         functions = self._scored_once(functions, self.rewards or {}, caching)
@@ -421,8 +421,9 @@ class Evaluate(Method):
         for fingerprint, names in slots.items():
             model = Loading(partial(load_on_device, policies.get(names[0], reference), ctx))
             caching = replace(caching, batches=batch_size.counted(ctx.part, names[0], asked))
-            known[fingerprint] = self._measure(model, rows, tokenizer, caching, weights[names[0]])
-            by_benchmark = [self._benchmark(each, model, tokenizer, caching, weights[names[0]]) for each in benchmarks]
+            loaded = caching.weights(model, weights[names[0]])
+            known[fingerprint] = self._measure(model, rows, tokenizer, caching, loaded)
+            by_benchmark = [self._benchmark(each, model, tokenizer, caching, loaded) for each in benchmarks]
             ctx.loaded(*names)
             for name in (each for each in names if each in policies):
                 of_benchmarks += [each.named(name) for each in by_benchmark]
@@ -430,27 +431,34 @@ class Evaluate(Method):
                 scores = perplexities(rows, {name: known[fingerprint]})
                 ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
             if self.kl_samples and names != ["reference"]:
-                sampled[fingerprint] = self._sampled(model, rows, tokenizer, caching, weights[names[0]])
+                sampled[fingerprint] = self._sampled(model, rows, tokenizer, caching, loaded)
             if "reference" not in names:
                 del model  # before the next one is loaded
         for fingerprint, (samples, own) in sampled.items():  # by the reference, which was loaded last
             compute = lambda samples=samples: logps(model(), samples, batch_size)  # noqa: E731
-            of_reference = caching.found(weights["reference"], "answers", _as_json(samples), compute)
+            of_reference = caching.found(loaded, "answers", _as_json(samples), compute)
             found = list(map(float.__sub__, own, cast("list[float]", of_reference)))
             ratios |= {name: found for name in slots[fingerprint] if name in policies}
         in_order = {name: known[policy.fingerprint] for name, policy in policies.items()}
         in_ratios = {name: ratios[name] for name in policies if ratios}
         return known[reference.fingerprint], in_order, in_ratios, joined(of_benchmarks)
 
-    def _cache(self, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext) -> Cache:
-        """What was measured before, on this kind of machine and by these libraries."""
+    def _cache(self, tokenizer: "PreTrainedTokenizerBase", files: Path, ctx: TrainContext) -> Cache:
+        """What was measured before, on this kind of machine and by these libraries.
+
+        Args:
+            files: the directory of the tokenizer.
+        """
         from tasks.data.tokens.rendering import turn_ends
+        from tasks.data.tokens.tokenize_rows import tokenizer_digest
 
         resources, batches = ctx.resources, Batches.of(ctx)
         settings = {
             "version": self.version, "rows": batches.rows, "tokens": batches.tokens, "device": resources.device,
             "dtype": resources.frozen_dtype(None), "attention": resources.attention,
-            "threads": resources.cpus_per_worker, "stops": sorted({*turn_ends(tokenizer), tokenizer.eos_token_id or 0}),
+            "threads": None if resources.gpus_per_worker else resources.cpus_per_worker,
+            "stops": sorted({*turn_ends(tokenizer), tokenizer.eos_token_id or 0}),
+            "tokenizer": tokenizer_digest(files), "template": tokenizer.chat_template,
             "libraries": {name: version(name) for name in ("torch", "transformers")},
         }  # fmt: skip
         return Cache(folder=ctx.cache_dir, settings=settings, batches=batches)
@@ -577,6 +585,7 @@ class Evaluate(Method):
         prompts, images, slot = rows.judged
         num_rows = 2 * len(rows.pairs.chosen) + len(prompts) * num_models
         model = Loading(partial(load_on_device, reward_model, ctx))
+        weights = caching.weights(model, weights)
         batches = caching.batches.counted(ctx.part, "reward_model", num_rows)
 
         def score(tokens: Sequence[Sequence[int]], of: str, seen: Sequence[Sequence[int]]) -> list[float]:

@@ -19,7 +19,8 @@ from transformers import TrainerState
 from flows.stages.launch import ScoringTask
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
-from tasks.evaluate import beside
+from tasks.context import TrainContext
+from tasks.evaluate import beside, evaluate
 from tasks.evaluate.row_scores import RowScores
 from tasks.gate import Gate
 from tasks.method import Adapter
@@ -347,6 +348,35 @@ def test_nothing_is_scored_twice_by_trainings_of_one_start(
         loaded.clear()
     checkpoints = ["step-2", "step-4", "step-5"]
     assert of_trainings == [["policy", *checkpoints], checkpoints, []]
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2, alpha=4)], ids=["full", "lora"])
+def test_an_evaluation_of_the_output_measures_nothing_that_was_measured_beside_the_training(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
+) -> None:
+    measured = list[str]()
+    for name in ("logps", "greedy_answers"):
+        inner = getattr(evaluate, name)
+        counted = lambda *given, name=name, inner=inner, **more: (measured.append(name), inner(*given, **more))[1]  # noqa: E731
+        monkeypatch.setattr(evaluate, name, counted)
+    stage = training.method("sft", **STEADY, adapter=adapter)
+    ran = StageFolder(tmp_path / "ran", root, cache=tmp_path / "cache")
+    beside_it = ran(replace(stage, evaluation=replace(EVERY, metrics=("f1",), pick="best")))
+    assert measured
+    measured.clear()
+    given = training.inputs(root, stage)
+    output = replace(given["policy"], name="sft", fingerprint="e" * 64, path=ran.output)
+    resources = replace(ran.resources, micro_batch_size="auto")
+    context = TrainContext(
+        output_dir=tmp_path / "report", work_dir=tmp_path, resources=resources, cache_dir=ran.cache
+    )  # fmt: skip
+    context.output_dir.mkdir()
+    found = evaluate.Evaluate(
+        num_rows=4, num_prompts=4, max_new_tokens=4, max_length=stage.max_length, metrics=("f1",)
+    ).run({"conversations": given["rows"], "reference": given["policy"], "sft": output}, context)  # fmt: skip
+    assert not measured
+    for metric in ("answer_perplexity", "exact_match", "f1"):
+        assert found[f"sft/{metric}"] == beside_it[f"evaluation/{metric}"]
 
 
 @pytest.mark.slow

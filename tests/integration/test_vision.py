@@ -636,7 +636,7 @@ def test_answers_to_images_are_measured(
     assert one == four
     kept = replace(ctx, cache_dir=tmp_path / "cache")
     again = [dict(Evaluate(max_length=512, max_new_tokens=8).run(given, kept)) for _ in range(2)]
-    assert again == [found["4"]] * 2 and len(list((tmp_path / "cache" / "scores").rglob("*.json"))) == 4
+    assert again == [found["4"]] * 2 and len(list((tmp_path / "cache" / "scores").rglob("*.json"))) == 5
     with monkeypatch.context() as patch:  # nothing is measured again
         patch.setattr("tasks.train.models.load.load_on_device", lambda *given: pytest.fail("a model is loaded"))
         Evaluate(max_length=512, max_new_tokens=8).run(given, kept)

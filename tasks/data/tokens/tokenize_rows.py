@@ -484,7 +484,7 @@ def tokens_key(
         template = path.read_text() if path.exists() else ""  # else it is in a file of the tokenizer
     decides = {
         "rows": rows_digest,
-        "tokenizer": _tokenizer_digest(tokenizer_dir),
+        "tokenizer": tokenizer_digest(tokenizer_dir),
         "model_type": _model_type(tokenizer_dir),
         "template": template,
         "options": {name: value for name, value in asdict(tokenization).items() if name != "images"}
@@ -496,8 +496,8 @@ def tokens_key(
     return digest_json(decides)
 
 
-def _tokenizer_digest(directory: Path) -> str:
-    """Digest of a tokenizer's files, which a stage's output copies from its input."""
+def tokenizer_digest(directory: Path) -> str:
+    """Digest of a tokenizer's files but its chat template's, which a stage's output copies from its input."""
     others = (path.name for pattern in _VOCABULARIES for path in directory.glob(pattern))
     digests = {}
     for name in sorted({*TOKENIZER_FILES, *others} - {CHAT_TEMPLATE_FILE}):

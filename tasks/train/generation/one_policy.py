@@ -10,8 +10,11 @@ Shapes: B completions of a micro batch, C tokens of the longest completion.
 """
 
 import hashlib
+import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +26,7 @@ from transformers import TrainerCallback
 from lineage.errors import ArtifactError, PipelineError
 from lineage.filesystem.digest import DigestCache, digest_files
 from lineage.filesystem.digest import digest_of as digest_of_files
-from lineage.fingerprint import short
+from lineage.fingerprint import digest_json, short
 from tasks.train.kernels.machine import plain
 from tasks.train.models.adapted import DEFAULT
 from tasks.train.sharding import gather_again, local
@@ -130,6 +133,38 @@ def digests_of_weights(models: "Inputs") -> dict[str, str]:
                 "verified are accepted; restore them, or run the pipeline again"
             )
     return found
+
+
+_NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def digest_of_loaded(model: "PreTrainedModel") -> str:
+    """Digest of what a loaded model computes with: its weights, to the bit, and its config.
+
+    Files do not decide it: a checkpoint, an adapter on its base, and the output that they become have one digest if
+    they load as the same model.
+    """
+    state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashlib releases the GIL
+        weights = dict(zip(state, pool.map(_sha256, state.values()), strict=True))
+    generation = model.generation_config.to_diff_dict() if model.can_generate() else {}
+    config = {"config": model.config.to_dict(), "generation": generation}
+    return digest_json({"class": type(model).__name__, "weights": weights, **_computed(config)})
+
+
+def _sha256(tensor: "Tensor") -> str:
+    found = hashlib.sha256()
+    for part in _parts(tensor):
+        found.update(f"{part.dtype} {[*part.shape]} ".encode())
+        found.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _computed(config: Mapping[str, object]) -> dict[str, object]:
+    """A config, as JSON, without what changes no result."""
+    kept = {name: each for name, each in config.items() if name not in _NOT_COMPUTED}
+    as_json = {name: _computed(each) if isinstance(each, Mapping) else each for name, each in kept.items()}
+    return dict(json.loads(json.dumps(as_json, default=str)))
 
 
 def version_metrics(digests: Mapping[str, str]) -> dict[str, float]:

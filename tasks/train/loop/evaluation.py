@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 import torch
 from accelerate.utils import broadcast
 from datasets import Dataset
+from peft import PeftModel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -36,8 +37,10 @@ from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
-from tasks.model.adapter_files import base_and_adapters
+from tasks.model.adapter_files import base_and_adapters, plain_config
+from tasks.model.chat_template import CHAT_TEMPLATE_FILE
 from tasks.model.fetch_model import PARTS_FILE
+from tasks.model.tokenizers import copy_tokenizer_files
 from tasks.reward_functions.metric import REWARD_MODEL
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
 from tasks.train.evaluation import SLOTS, Evaluation
@@ -414,7 +417,8 @@ def agreed(value: float, args: "Args") -> float:
 
 SCORES_FOLDER = "evaluation"  # in the stage's directory
 _MODEL_FILES = re.compile(r"(model|adapter_model)[\w.-]*\.safetensors|(adapter_|generation_)?config\.json")
-_NOT_OF_MODEL = ("trainer_state.json", "model_parts.json", "checkpoint.json", "base.json")
+_NOT_OF_MODEL = (PARTS_FILE, "base.json", "adapter_config.json")
+_CONFIGS = ("config.json", "generation_config.json")
 _BESIDE_MODEL = ("*.json", "*.jinja", "*.model", "*.txt")  # files that a model's directory has beside its weights
 _JOIN_SECONDS = 1.0
 BASE, MODEL = "base", "model"  # names of policies
@@ -600,6 +604,7 @@ class Scoring(TrainerCallback):
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
         self._scorer: Scorer | None = None
+        self._described = Path()  # on rank 0
         self._is_over = False
         self.ended_at: int | None = None
         model, adapters = base_and_adapters(inputs[POLICY].path)
@@ -628,6 +633,7 @@ class Scoring(TrainerCallback):
         found = read_jsonl(self.place / SCORES_FILE, Scores) if (self.place / SCORES_FILE).exists() else []
         self.known = {each.step: each for each in found if each.step <= step and not each.error}
         replace_jsonl(self.place / SCORES_FILE, [each.__dict__ for each in self.known.values()])
+        self._described = self._describe()  # not in the thread: a generation changes the model's config for a while
         self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
         self._thread.start()
         for each in (0, *(each for each in self.store.steps() if self._is_due(each))):
@@ -822,23 +828,39 @@ class Scoring(TrainerCallback):
         folder = self.ctx.work_dir / "scored" / f"step-{step}"
         if folder.exists():
             return folder
-        policy, described = self.inputs[POLICY].path, self.checkpointing.describe()
+        policy = self.inputs[POLICY].path
         whole = policy if step == 0 else self.store.path(step)
         is_adapter = bool(step) and self.method.adapter is not None
         parts = {"weights": str(policy if is_adapter else whole), "adapter": str(whole) if is_adapter else None}
         draft = folder.with_suffix(".partial")
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for place in (policy, described, *([whole] if not is_adapter else [])):
-            for path in (path for pattern in _BESIDE_MODEL for path in place.glob(pattern)):
-                if path.name not in _NOT_OF_MODEL and not (is_adapter and path.name == "adapter_config.json"):
-                    shutil.copyfile(path, draft / path.name)
-        if not step:  # the tokenizer is that of the training, the config its own
-            for path in policy.glob("*config.json"):
-                if path.name in ("config.json", "generation_config.json"):
-                    shutil.copyfile(path, draft / path.name)
+        shutil.copytree(self._described, draft)
+        for name in _CONFIGS if not step else ():
+            (draft / name).unlink(missing_ok=True)
+            if (policy / name).exists():
+                shutil.copyfile(policy / name, draft / name)
         (draft / PARTS_FILE).write_text(json.dumps(parts))
         draft.rename(folder)
+        return folder
+
+    def _describe(self) -> Path:
+        """What the output will have beside its weights: files of its input, and the training's template and config."""
+        folder, described = self.ctx.work_dir / "scored" / "described", self.checkpointing.describe()
+        policy, model = self.inputs[POLICY].path, self.trainer.model
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for path in (path for pattern in _BESIDE_MODEL for path in policy.glob(pattern)):
+            if path.name not in (*_NOT_OF_MODEL, *_CONFIGS):
+                shutil.copyfile(path, folder / path.name)
+        copy_tokenizer_files(policy, folder)
+        for path in (described / name for name in (CHAT_TEMPLATE_FILE, *_CONFIGS)):
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+        if isinstance(model, PeftModel):
+            base = model.get_base_model()
+            plain_config(base).save_pretrained(folder)
+            if base.can_generate():
+                base.generation_config.save_pretrained(folder)
         return folder
 
     def _digest(self, step: int) -> str:
