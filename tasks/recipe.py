@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 from annotated_types import Ge, Gt, Lt
 
@@ -66,6 +66,15 @@ class Input:
 
 Inputs = Mapping[str, Input]
 
+VERDICT = "verdict"  # slot of every stage: it waits for that of a gate, and begins only if it passes
+Filled = TypeVar("Filled")
+
+
+def without_verdict(inputs: Mapping[str, Filled]) -> dict[str, Filled]:
+    """What a stage reads of its inputs."""
+    return {slot: each for slot, each in inputs.items() if slot != VERDICT}
+
+
 # Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
     "torch", "tasks.train.light_imports", "transformers.trainer", "trl.trainer.dpo_trainer",
@@ -79,7 +88,8 @@ class Method(Setting, ABC):
 
     Class attributes:
         version: raise it when the same fields give other results than before.
-        consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind.
+        consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind. Each class gets the slot
+            ``verdict`` too: its stage waits for that gate, and begins only if it passes. ``run`` gets none.
         optional: the slots that may stay empty; with ``*`` among them, further slots are optional.
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
@@ -108,6 +118,9 @@ class Method(Setting, ABC):
         super().__init_subclass__(**kwargs)
         if "measures" not in cls.__dict__ and not _is_ours(cls):
             cls.measures = None  # it may return others than the class that it extends
+        cls.optional |= {VERDICT}
+        if "consumes" in cls.__dict__:
+            cls.consumes = {**cls.consumes, VERDICT: Kind.VERDICT}
 
     def check_slots(self, filled: frozenset[str]) -> None:
         """Refuses optional slots that are filled, or empty, against the fields.
@@ -125,8 +138,11 @@ class Method(Setting, ABC):
         return None
 
     def identity_of(self, inputs: Mapping[str, str]) -> Mapping[str, str]:
-        """The fingerprints of its inputs that are part of its own: slot -> fingerprint."""
-        return inputs
+        """The fingerprints of its inputs that are part of its own: slot -> fingerprint.
+
+        Without the verdict, which says when a stage begins.
+        """
+        return without_verdict(inputs)
 
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """The metrics of its output, or those that it reports while it runs; None: unknown.
@@ -206,7 +222,6 @@ _SLOT_KINDS = {
 POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_POLICY
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
-VERDICT = "verdict"  # slot of every training: it waits for that of a gate, and begins only if it passes
 JUDGE = "reward_model"  # slot of each training of a policy on more than text: its evaluation judges answers by it
 
 # Short form -> the setting and its field.
@@ -303,11 +318,14 @@ class TrainingRecipe(Method):
     diloco: DiLoCo | None = None  # islands of workers that rarely synchronise
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.optional |= {VERDICT}
         reads = getattr(cls, "reads", None)
-        if reads is None or not {"reads", "models"} & cls.__dict__.keys():
-            return
+        if reads is not None and {"reads", "models"} & cls.__dict__.keys():
+            cls._derive(reads)
+        super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def _derive(cls, reads: RowKind) -> None:
+        """Sets slots and output by its rows and models."""
         slots = {name: role.kind for name, role in cls.models.items() if role.kind}
         if cls.models.get("policy") not in (POLICY, REWARD_HEAD):
             raise TypeError(
@@ -318,7 +336,7 @@ class TrainingRecipe(Method):
         judge = {JUDGE: Kind.REWARD_MODEL} if answers and REWARD_MODEL not in cls.models.values() else {}
         cls.optional |= judge.keys()
         derived = {
-            "consumes": {**slots, reads.slot: reads.kind, **judge, VERDICT: Kind.VERDICT},
+            "consumes": {**slots, reads.slot: reads.kind, **judge},
             "produces": Kind.REWARD_MODEL if cls.models["policy"] == REWARD_HEAD else Kind.CHECKPOINT,
             "chat_slot": "policy" if reads.chat else None,
         }
@@ -342,10 +360,10 @@ class TrainingRecipe(Method):
         self._check_evaluation()
 
     def identity_of(self, inputs: Mapping[str, str]) -> Mapping[str, str]:
-        """Without the verdict, which says when a training begins, and a judge that chooses no model."""
+        """As of every method, without a judge that chooses no model."""
         chooses = self.judge in self.models or (self.evaluation is not None and self.evaluation.decides)
-        left_out = {VERDICT} if chooses else {VERDICT, JUDGE}
-        return {slot: fingerprint for slot, fingerprint in inputs.items() if slot not in left_out}
+        found = super().identity_of(inputs)
+        return found if chooses else {slot: fingerprint for slot, fingerprint in found.items() if slot != JUDGE}
 
     @property
     def judge(self) -> str:

@@ -20,6 +20,7 @@ from tasks.context import Precision, Resources
 from tasks.gate.rule import CANDIDATE
 from tasks.method import Adapter, Method, Optimizer, Quantization
 from tasks.method import Schedule as LearningRate
+from tasks.recipe import without_verdict
 from tasks.train.compatibility import check_compatible
 
 Upstream = Mapping[str, Sequence[str]]  # stage -> the stages that it reads
@@ -254,7 +255,7 @@ class Pipeline:
         if "*" in slots and "*" not in optional and not stage.inputs.keys() - slots.keys():
             raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
         try:
-            stage.method.check_slots(frozenset(stage.inputs))
+            stage.method.check_slots(frozenset(without_verdict(stage.inputs)))
         except ConfigError as error:
             raise ConfigError(f"stages.{name}: {error}") from error
         for slot, reference in stage.inputs.items():

@@ -31,6 +31,7 @@ from lineage.store import REHEARSALS, Entry, Manifest, create_store
 from tasks.context import Launcher
 from tasks.method import Training
 from tasks.model.adapter_files import ADAPTER_DIR
+from tasks.recipe import without_verdict
 
 NUM_STEPS = 2
 SUFFIX = "-rehearsal"  # of the pipeline's name in MLflow, to tell its models from real ones
@@ -294,7 +295,11 @@ def scratch_plan(
 
 
 def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bool = False) -> Stage:
-    """The stage with fewer steps and the same memory needs; a lost training is retried once."""
+    """The stage with fewer steps and the same memory needs; a lost training is retried once.
+
+    It waits for no verdict: that on models of a few steps says nothing.
+    """
+    stage = replace(stage, inputs=without_verdict(stage.inputs))
     method, resources = stage.method, stage.resources
     if not isinstance(method, Training):
         return stage

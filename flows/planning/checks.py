@@ -45,6 +45,7 @@ from tasks.model.positions import (
     why_not_sampled,
 )
 from tasks.model.tokenizers import differing_tokens
+from tasks.recipe import VERDICT, without_verdict
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.evaluation import SLOTS
 from tasks.train.generation.generating import Completing
@@ -509,7 +510,7 @@ def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
     return vocabulary_of(root_json(pipeline, ref, "tokenizer.json"))
 
 
-_NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
+_NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)  # slots of a gate
 
 
 def check_metrics(pipeline: Pipeline) -> None:
@@ -580,7 +581,7 @@ def _scored(method: Method) -> list[str]:
 
 def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps: bool = False) -> None:
     """Raises ConfigError where a stage does not measure a metric, or does not report it while it runs."""
-    method, known = stage.method, stage.method.measured_metrics(stage.inputs, of_steps=of_steps)
+    method, known = stage.method, stage.method.measured_metrics(without_verdict(stage.inputs), of_steps=of_steps)
     by_reward = isinstance(method, Training) and method.progress == "reward"
     if metric == "loss" and isinstance(method, Training) and by_reward:
         raise ConfigError(f"{where}: {method.loss_says_nothing}, so it ranks no models; name reward, to be maximized")
@@ -612,7 +613,8 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
     if rule.against in (PARENT, CHAMPION) and rule.against not in inputs:
         slot = f"stages.{gate}.inputs.{rule.against}"
         raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; set it, or compare with a policy")
-    for name in (ref for slot, ref in inputs.items() if slot not in _NAMED_BY_SLOT and ref in pipeline.stages):
+    others = (*_NAMED_BY_SLOT, VERDICT)
+    for name in (ref for slot, ref in inputs.items() if slot not in others and ref in pipeline.stages):
         report = pipeline.stages[name]
         if not isinstance(report.method, Evaluate) or report.method.measures is None:
             continue  # the metrics of a user's method are unknown

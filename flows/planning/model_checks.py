@@ -37,6 +37,7 @@ from tasks.model.chat_template import template_text
 from tasks.model.fetch_model import CONFIG, checked_config, fetched_model, model_json
 from tasks.model.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
+from tasks.recipe import without_verdict
 from tasks.train.compatibility import check_compatible
 from tasks.train.models.adapters import STACKED, why_not_stacked
 from tasks.train.models.quantization import require_available, why_not_on_quantized
@@ -381,9 +382,10 @@ def check_merges(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Merge):
             try:
-                stage.method.check_inputs(stage.inputs)
-                _require_adapters(pipeline, stage.method, stage.inputs)
-                _check_alike(pipeline, name)
+                models = without_verdict(stage.inputs)
+                stage.method.check_inputs(models)
+                _require_adapters(pipeline, stage.method, models)
+                _check_alike(pipeline, models)
             except ConfigError as error:
                 raise ConfigError(f"stages.{name}: {error}") from error
 
@@ -404,8 +406,7 @@ def _require_adapters(pipeline: Pipeline, method: Merge, inputs: Mapping[str, st
             )
 
 
-def _check_alike(pipeline: Pipeline, name: str) -> None:
-    inputs = pipeline.stages[name].inputs
+def _check_alike(pipeline: Pipeline, inputs: Mapping[str, str]) -> None:
     policy = inputs[POLICY]
     known = vocabulary_of(root_json(pipeline, policy, "tokenizer.json"))
     for slot, other in inputs.items():

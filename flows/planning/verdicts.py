@@ -72,8 +72,18 @@ def refusals(plan: Plan) -> list[str]:
     return [refusal for each in judgements(plan) if (refusal := each.refusal())]
 
 
+def why_not_begun(plan: Plan, planned: PlannedStage) -> str | None:
+    """Why the gate in a stage's slot ``verdict`` does not let it begin; None: it does, or there is none."""
+    if (gate := planned.inputs.get(VERDICT)) is None:
+        return None
+    why = next((each.refusal() for each in judgements(plan) if each.gate == gate.name), None)
+    if why is None:
+        return None
+    return f"inputs.{VERDICT}: {why}\nso {planned.name} does not begin; change the model, or remove inputs.{VERDICT}"
+
+
 def began_before(plan: Plan, gate: str) -> str:
-    """Which finished trainings wait for a verdict that refuses now, as the end of a line; empty: none."""
+    """Which finished stages wait for a verdict that refuses now, as the end of a line; empty: none."""
     slots = {each.name: each.inputs.get(VERDICT) for each in plan.stages if each.state == "reuse"}
     found = [name for name, slot in slots.items() if slot and slot.name == gate]
     if not found:

@@ -21,7 +21,7 @@ from lineage.markup import markdown_table
 from tasks.context import Resources
 from tasks.dpo import DPO
 from tasks.judgement.advice import ADAMW, BATCH_FACTOR, SIZES, TABLE, Row, Value
-from tasks.recipe import ADAPTER_FACTOR, Method, TrainingRecipe
+from tasks.recipe import ADAPTER_FACTOR, Method, TrainingRecipe, without_verdict
 from tasks.train.losses.dpo_losses import LOSSES as DPO_LOSSES
 from tasks.train.models.adapters import ADAPTERS
 from tasks.train.models.quantization import FORMATS
@@ -266,7 +266,7 @@ def _overview() -> list[tuple[str, ...]]:
 
 
 def _slots(cls: type[Method]) -> str:
-    slots = {slot: f"`{slot}` ({kind.value})" for slot, kind in cls.consumes.items() if slot != "*"}
+    slots = {slot: f"`{slot}` ({kind.value})" for slot, kind in without_verdict(cls.consumes).items() if slot != "*"}
     if "*" in cls.consumes:
         slots["*"] = f"further slots ({_plural(cls.consumes['*'])})"
     return ", ".join(text + (", optional" if slot in cls.optional else "") for slot, text in slots.items())

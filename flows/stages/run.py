@@ -13,13 +13,14 @@ from pathlib import Path
 from flows.planning.plan import Plan, PlannedStage, used_resources
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
+from flows.planning.verdicts import why_not_begun
 from flows.progress.recorder import RunRecorder
 from flows.reports.wording import counted
 from flows.stages.job import Job, JobInput
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import Waiting, admitted, used_by_others
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
-from lineage.errors import ArtifactError, DataError, LostError, StageError
+from lineage.errors import ArtifactError, DataError, GateError, LostError, StageError
 from lineage.filesystem.digest import DigestCache
 from lineage.record.tracker import Event, Listener, Tracker
 from lineage.source.sources import is_unchanged
@@ -29,6 +30,7 @@ from tasks.data.kinds import HELD_OUT
 from tasks.evaluate.evaluate import Evaluate, EvaluationCheck, agreed_thinking
 from tasks.judgement.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.method import Input, Method, Training
+from tasks.recipe import without_verdict
 from tasks.reward_functions.metric import Metric
 
 
@@ -36,7 +38,7 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
     """The manifests of the inputs of a stage, after a check that sources, inputs and code are those of the plan.
 
     Raises:
-        StageError: an input, a source or the code is not, or a byte of an input has changed.
+        StageError: an input, a source or the code is not, a byte of an input has changed, or a gate refuses.
         DataError: it would learn nothing new.
     """
     parents, digests = {}, DigestCache(plan.pipeline.store / "digests.json", rereads=True)
@@ -49,6 +51,8 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
             raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
     require_unchanged(plan, planned)
     require_new_rows(plan, planned)
+    if why := why_not_begun(plan, planned):
+        raise StageError(planned.name, why, str(plan.entry(planned).logs), exit_code=GateError.exit_code)
     return parents
 
 
@@ -105,7 +109,7 @@ def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest
     consumes = planned.stage.method.consumes
     return {
         slot: job_input(plan, input_, consumes[slot] if slot in consumes else consumes["*"], parents)
-        for slot, input_ in planned.inputs.items()
+        for slot, input_ in without_verdict(planned.inputs).items()
     }
 
 

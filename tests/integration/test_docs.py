@@ -280,8 +280,7 @@ def test_every_method_is_there_with_its_own_options_and_what_it_works_with():
         shared = {each.name for each in fields(TrainingRecipe)} if name in trainings() else set()
         own = {each.name for each in fields(cls)} - shared
         assert not [field for field in own if f"| `{field}` |" not in parts[name]]
-    optional = "`reward_model` (reward_model), optional, `verdict` (verdict), optional"
-    slots = f"`policy` (checkpoint), `pairs` (preferences), {optional}"
+    slots = "`policy` (checkpoint), `pairs` (preferences), `reward_model` (reward_model), optional"
     assert f"| [`dpo`](#dpo) | {slots} | checkpoint | all |" in text
 
 

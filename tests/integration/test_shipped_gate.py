@@ -5,25 +5,27 @@ import random
 import re
 import shlex
 from dataclasses import replace
+from importlib import import_module
 from math import log
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.__main__ import _parser, main
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_gates
 from flows.planning.plan import Plan, make_plan
-from flows.planning.verdicts import require_passed
+from flows.planning.verdicts import judgements, record_decision, require_passed
 from flows.promotion.retrain import pending
+from flows.stages.run import inputs_as_planned, job_inputs
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, GateError
+from lineage.errors import ConfigError, GateError, StageError
 from lineage.record.verdict import Approval, Judged, Result, RuleResult, Verdict, read_verdict
 from tasks.context import TrainContext
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate
 from tasks.method import Input
-from tasks.sft import SFT as FineTuning
 from tests.command import REPOSITORY
 from tests.finished import finish
 
@@ -320,34 +322,76 @@ def test_a_finished_training_whose_verdict_refuses_now_is_named(tmp_path: Path) 
     assert not pending(judged("pass"))
 
 
+# Kind of a slot -> what fills it, of the stages below.
+FROM = {
+    Kind.TEXT: "corpus", Kind.CONVERSATIONS: "instructions", Kind.PREFERENCES: "preferences", Kind.UNPAIRED: "answers",
+    Kind.PROMPTS: "problems", Kind.CHECKPOINT: "sft", Kind.REWARD_MODEL: "reward", Kind.REPORT: "evaluate",
+    Kind.ROWS: "'source:instructions'",
+}  # fmt: skip
+# Stage -> the optional slots that it needs.
+MORE = {
+    "merge": {"other": "cpt"}, "merge_reward_models": {"other": "reward"}, "teacher_answers": {"prompts": "problems"},
+    "evaluate": {"sft": "sft", "text": "corpus"},
+    **{name: {"reward_model": "reward"} for name in ("grpo", "rloo", "online_dpo", "ppo")},
+}  # fmt: skip
+
+
+def after_the_gate(store: Path, *, waits: bool) -> Plan:
+    """The gated pipeline, and after it a stage of each kind, which waits for the gate or does not."""
+    overrides = [
+        GATED, f"store={store}", "+stage@stages.answers.method=unpair", "+stages.answers.inputs={pairs: preferences}",
+        "+stage@stages.problems.method=prompts", "+stages.problems.inputs={rows: 'source:instructions'}",
+        "stages.merge.method.combination=linear", "stages.merge_reward_models.method.combination=linear",
+        "+stages.later_gate.method.rules={wins: {metric: win_rate, at_least: 0.5}}",
+    ]  # fmt: skip
+    overrides = [each.replace("stages.merge", "stages.later_merge") for each in overrides]
+    for name in sorted(path.stem for path in (REPOSITORY / "conf" / "stage").glob("*.yaml")):
+        target = yaml.safe_load((REPOSITORY / "conf" / "stage" / f"{name}.yaml").read_text())["_target_"]
+        module, _, cls = target.rpartition(".")
+        method = getattr(import_module(module), cls)
+        slots = {slot: FROM[kind] for slot, kind in method.consumes.items() if slot not in {*method.optional, "*"}}
+        slots |= MORE.get(name, {}) | ({"verdict": "gate"} if waits else {})
+        filled = ", ".join(f"{slot}: {reference}" for slot, reference in slots.items())
+        overrides += [f"+stage@stages.later_{name}.method={name}", f"+stages.later_{name}.inputs={{{filled}}}"]
+    return make_plan(load_pipeline(overrides))
+
+
 @pytest.mark.parametrize(
-    ("result", "approval", "message"),
+    ("result", "approval", "decided", "message"),
     [
-        ("refuse", "none", r"inputs.verdict: gate refuses dpo \(rule: worse: .*so this training does not begin"),
-        ("pass", "required", "a person must approve it first"), ("pass", "none", None),
+        ("refuse", "none", None, r"gate gate@\w+ refuses dpo:\n  rule: worse: .*\nso {name} does not begin"),
+        ("pass", "required", None, r"no person has approved it yet\nso {name} does not begin"),
+        ("pass", "required", "reject", r"was rejected by ada\nso {name} does not begin"),
+        ("pass", "required", "approve", None), ("pass", "none", None, None),
     ],
 )  # fmt: skip
-def test_a_training_begins_only_where_the_verdict_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Result, approval: Approval, message: str | None
+def test_a_stage_of_any_kind_begins_only_where_the_verdict_that_it_waits_for_passes(
+    tmp_path: Path, result: Result, approval: Approval, decided: str | None, message: str | None
 ) -> None:
-    from tasks.train import run as training_run
-
-    begun: list[set[str]] = []
-    monkeypatch.setattr(training_run, "train", lambda method, inputs, ctx, loop: begun.append(set(inputs)) or {})
+    plan = after_the_gate(tmp_path, waits=True)
+    finish(plan, *(each.name for each in plan.stages if not each.name.startswith("later")))
     judged = Judged(name="dpo", fingerprint="a", digest=None)
     rule = RuleResult(rule="rule", demand="it wins", against=None, outcome="worse" if result == "refuse" else "better")
     verdict = Verdict(result=result, approval=approval, confidence=0.95, candidate=judged, champion=None, rules=[rule])
-    (tmp_path / "verdict.json").write_text(verdict.to_json())
-    slots = {"verdict": Kind.VERDICT, "policy": Kind.CHECKPOINT}
-    inputs = {
-        slot: Input(name="gate" if slot == "verdict" else slot, kind=kind, fingerprint=slot, path=tmp_path)
-        for slot, kind in slots.items()
-    }
-    stage, context = FineTuning(learning_rate=1e-3), TrainContext(output_dir=tmp_path, work_dir=tmp_path)
-    if message is None:
-        stage.run(inputs, context)
-        assert begun == [{"policy"}]
-    else:
-        with pytest.raises(GateError, match=message):
-            stage.run(inputs, context)
-        assert not begun and GateError.exit_code == 3
+    finish(plan, "gate", files={"verdict.json": verdict.to_json()})
+    if decided:
+        (found,) = judgements(plan)
+        record_decision(tmp_path, found, approved=decided == "approve", who="ada", why="")
+    later = [each for each in plan.stages if each.name.startswith("later")]
+    assert len(later) > 25
+    for planned in later:
+        if message is None:
+            parents = inputs_as_planned(plan, planned)
+            assert "gate" in parents and "verdict" not in job_inputs(plan, planned, parents)
+        else:
+            with pytest.raises(StageError, match=message.format(name=planned.name)) as refused:
+                inputs_as_planned(plan, planned)
+            assert refused.value.exit_code == GateError.exit_code == 3
+
+
+def test_a_verdict_is_part_of_no_identity(tmp_path: Path) -> None:
+    alone, waiting = (after_the_gate(tmp_path, waits=waits) for waits in (False, True))
+    assert [each.fingerprint for each in waiting.stages] == [
+        alone.stage(each.name).fingerprint for each in waiting.stages
+    ]
+    assert all("gate" in each.upstream for each in waiting.stages if each.name.startswith("later"))

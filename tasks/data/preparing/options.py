@@ -82,9 +82,9 @@ class Prepare(Method):
         return count <= (limit if limit >= 1 else limit * num_rows)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
         if "produces" in cls.__dict__ and "consumes" not in cls.__dict__:
             cls.consumes = {ROWS: Kind.ROWS, REPLAY: cls.produces, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}
+        super().__init_subclass__(**kwargs)
 
     def __post_init__(self) -> None:
         self._check_held_out()
