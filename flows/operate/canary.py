@@ -46,6 +46,10 @@ WITHIN: Final = "within noise"
 BEYOND: Final = "beyond noise"
 Verdict = Literal["equal to the bit", "within noise", "beyond noise"]
 _MODULE = "tasks.judgement.canary"
+# Of Python with and without a traceback, of C++, of the dynamic linker, and of the checks of libraries in C.
+_ERROR = re.compile(
+    r"([\w.]+(Error|Exception|Interrupt)\b|Fatal Python error|terminate called|what\(\):)|.*(lookup error|[Aa]ssert)"
+)
 _PLAIN = ""  # the variant that is compared
 # Of a record: whether other variants run too, and variables. The last one has the CPU's smallest instruction set.
 _RUNS: tuple[tuple[bool, Mapping[str, str]], ...] = (
@@ -256,7 +260,17 @@ def _process(
     file: Path, names: Sequence[str], *, noise: bool, environment: Mapping[str, str]
 ) -> tuple[int, str]:  # fmt: skip
     """Runs the module of the recipes; returns its exit code, and why it is not 0."""
-    command = [sys.executable, "-P", "-m", _MODULE, str(file), *names, *(["--noise"] if noise else [])]
+    command = [
+        sys.executable,
+        "-P",
+        "-X",
+        "faulthandler",
+        "-m",
+        _MODULE,
+        str(file),
+        *names,
+        *(["--noise"] if noise else []),
+    ]
     settings = {**WORKER_ENVIRONMENT, **LIBRARIES, **os.environ, "HF_HUB_OFFLINE": "1", **environment}
     limit = _START_SECONDS + _RECIPE_SECONDS * len(names)
     log, shown, end = file.with_suffix(".log"), 0, time.monotonic() + limit
@@ -276,9 +290,15 @@ def _process(
                 return -9, f"it had not ended after {limit} s"
         finally:
             process.kill()
-    last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    why = error_line(log.read_text(encoding="utf-8", errors="replace"))
     how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-    return process.returncode, f"its process ended by {how}{f': {last}' if last else ''}"
+    return process.returncode, f"its process ended by {how}{f': {why}' if why else ''}"
+
+
+def error_line(log: str) -> str:
+    """The line of a log that says why its process ended: the last that names an error, else the last; or nothing."""
+    lines = [each for line in log.splitlines() if (each := line.strip())]
+    return next(filter(_ERROR.match, reversed(lines)), lines[-1] if lines else "")
 
 
 # --- a comparison

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from trl import SFTTrainer
 
 from flows.__main__ import main
@@ -249,6 +251,19 @@ def test_a_recipe_that_ends_its_process_is_named_and_the_others_are_compared(
     assert list(map(list, calls)) == [["sft", "merge"], ["merge"]]
 
 
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("a warning\nTraceback:\n  File 'a'\ntrl.core.RowError: none\n[W] a pool\n", "trl.core.RowError: none"),
+        ("Fatal Python error: Aborted\n\nThread 0x1:\n a\nExtension modules: a\n", "Fatal Python error: Aborted"),
+        ("terminate called after\n  what():  no kernel\nAborted\n", "what():  no kernel"), ("Killed\n", "Killed"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_crash_is_explained_by_the_line_of_its_error(log: str, expected: str) -> None:
+    assert canary.error_line(log) == expected
+
+
 # --- the project's own canary
 
 
@@ -257,6 +272,20 @@ def test_the_own_canary_has_every_recipe_and_a_recipe_every_method() -> None:
     assert set(own.recipes) | set(own.left_out) == set(recipes.RECIPES)
     methods = {type(each.method) for each in recipes.RECIPES.values()}
     assert set(recipes.METHODS.values()) < methods
+
+
+def test_the_own_canary_was_recorded_with_the_versions_of_the_lock() -> None:
+    """So a changed lock fails until all recipes are recorded with it, whose figures the commit then shows."""
+    lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
+    pins = [Requirement(line.partition(" #")[0]) for line in lines if line and not line.lstrip().startswith(("#", "-"))]
+    locked = {(canonicalize_name(pin.name), str(pin.specifier).removeprefix("==")) for pin in pins}
+    recorded = canary.read(OWN).packages
+    assert "torch" in recorded and len(recorded) > 40
+    others = {name: version for name, version in recorded.items() if (name, version.partition("+")[0]) not in locked}
+    assert not others, (
+        f"of other versions than requirements.lock: {others}: install the lock, `make canary` names what changes, and "
+        "`posttrain canary record` records all recipes"
+    )
 
 
 @pytest.mark.parametrize("name", QUICK)
