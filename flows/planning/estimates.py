@@ -405,7 +405,9 @@ class Estimator:
         whole = (past or by_formula) + (median(others) if others else _START_SECONDS) if steps else None
         gpu_hours = planned.asks[1] * whole / 3600 if whole is not None else None
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
-        scoring, beside = scoring_memory(method, found, shapes), asked_beside(method)
+        judged = method.evaluation is not None and method.evaluation.is_judged
+        judge = self._in_slot(planned, method.judge) if judged and method.judge in planned.inputs else None
+        scoring, beside = scoring_memory(method, found, shapes, judge), asked_beside(method)
         if scoring and not beside[1]:
             scoring += PROCESS
         on_this = -(-resources.num_workers // resources.num_nodes)

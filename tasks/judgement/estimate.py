@@ -383,14 +383,21 @@ def memory(
     )  # fmt: skip
 
 
-def scoring_memory(method: TrainingRecipe, found: Architecture, shapes: Shapes) -> int:
-    """Peak memory of the process that scores checkpoints beside a training: one model at a time, without gradients."""
+def scoring_memory(
+    method: TrainingRecipe, found: Architecture, shapes: Shapes, judge: tuple[Architecture, Shapes] | None = None
+) -> int:
+    """Peak memory of the process that scores checkpoints beside a training: one model at a time, without gradients.
+
+    Args:
+        judge: the reward model that judges answers, which may be larger than the policy.
+    """
     setting = method.evaluation
     if setting is None:
         return 0
     weights = trained_weights(method, shapes)
-    tokens = min(BATCH_TOKENS, setting.rows * method.max_length)
-    return scored_memory(weights.base + weights.beside, found, tokens, method.max_length, on_gpu=bool(setting.gpus))
+    models = [(weights.base + weights.beside, found), *([(num_weights(judge[1]), judge[0])] if judge else [])]
+    tokens, on_gpu = min(BATCH_TOKENS, setting.rows * method.max_length), bool(setting.gpus)
+    return max(scored_memory(count, each, tokens, method.max_length, on_gpu=on_gpu) for count, each in models)
 
 
 def scored_memory(weights: int, found: Architecture, tokens: int, max_length: int, *, on_gpu: bool) -> int:

@@ -495,6 +495,21 @@ def test_the_process_that_scores_checkpoints_is_counted_noted_and_refused(demo, 
     assert execute.cpus_for(plan.stage("sft"), sft) == 8 and execute.cpus_for(plan.stage("sft"), None) == 3
 
 
+def test_a_reward_model_that_judges_checkpoints_is_counted_where_it_is_larger(demo):
+    def scoring(judge: str) -> int:
+        plan = demo(
+            "+stage@stages.wide.method=base", "+stages.wide.inputs.rows=corpus", "stages.wide.method.hidden_size=4092",
+            "+stage@stages.judge.method=reward", "+stages.judge.inputs={policy: wide, pairs: preferences}",
+            f"+stages.dpo.inputs.reward_model={judge}",
+            "+stages.dpo.evaluation={every_steps: 5, metrics: [{function: win_rate, judge: reward_model}]}",
+        )  # fmt: skip
+        return Estimator(plan, History()).estimates(plan.stale)["dpo"].scoring
+
+    plain = demo("+stages.dpo.evaluation={every_steps: 5}")
+    alone = Estimator(plain, History()).estimates(plain.stale)["dpo"].scoring
+    assert alone <= scoring("reward") < 1.1 * alone and scoring("judge") > alone + 2**30
+
+
 def test_a_gpu_of_its_own_must_hold_what_is_scored_on_it(demo, monkeypatch):
     plan = demo("+stages.sft.evaluation={every_steps: 5, gpus: 1}")
     estimator = Estimator(plan, History())
