@@ -421,7 +421,7 @@ class Evaluate(Method):
         for fingerprint, names in slots.items():
             model = Loading(partial(load_on_device, policies.get(names[0], reference), ctx))
             caching = replace(caching, batches=batch_size.counted(ctx.part, names[0], asked))
-            loaded = caching.weights(model, weights[names[0]])
+            loaded = _digest(model, weights[names[0]], caching)
             known[fingerprint] = self._measure(model, rows, tokenizer, caching, loaded)
             by_benchmark = [self._benchmark(each, model, tokenizer, caching, loaded) for each in benchmarks]
             ctx.loaded(*names)
@@ -585,7 +585,7 @@ class Evaluate(Method):
         prompts, images, slot = rows.judged
         num_rows = 2 * len(rows.pairs.chosen) + len(prompts) * num_models
         model = Loading(partial(load_on_device, reward_model, ctx))
-        weights = caching.weights(model, weights)
+        weights = _digest(model, weights, caching)
         batches = caching.batches.counted(ctx.part, "reward_model", num_rows)
 
         def score(tokens: Sequence[Sequence[int]], of: str, seen: Sequence[Sequence[int]]) -> list[float]:
@@ -642,6 +642,19 @@ class EvaluationCheck(Method):
         lengths = method.lengths(method.max_length)
         method.rows_of(inputs, tokenizer, [inputs["reference"]], lengths, method.thinking, method.control_tokens)
         return {}
+
+
+def _digest(model: Loading, files: str, caching: Cache) -> str:
+    """Digest of a model by what it computes with; it is loaded where that of its files is not known.
+
+    Args:
+        files: digest of its files, which may hold the same model as others.
+    """
+    from tasks.train.generation.one_policy import digest_of_loaded
+
+    if caching.folder is None:
+        return files
+    return str(caching.found(files, "loaded", None, lambda: digest_of_loaded(model())))
 
 
 def _as_json(scored: Sequence[Scored]) -> list[list[list[int]]]:

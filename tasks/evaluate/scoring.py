@@ -142,18 +142,6 @@ class Cache:
             torch.distributed.broadcast_object_list(found, src=0)
         return found[0], bool(found[1])
 
-    def weights(self, model: Loading, files: str) -> str:
-        """Digest of a model by what it computes with; it is loaded where that of its files is not known.
-
-        Args:
-            files: digest of its files, which may hold the same model as others.
-        """
-        from tasks.train.generation.one_policy import digest_of_loaded
-
-        if self.folder is None:
-            return files
-        return str(self.found(files, "loaded", None, lambda: digest_of_loaded(model())))
-
     def with_images(self, rows: object, vision: "Vision | None", places: Sequence[Sequence[int]]) -> object:
         """Rows, as JSON, with the images that they have.
 
