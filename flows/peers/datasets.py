@@ -14,6 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.source.source_checks import is_hub_id
+from lineage.source.sources import local_paths
 from tasks.data.formats.turns import THOUGHTS
 from tasks.data.preparing.options import Prepare
 
@@ -46,6 +48,7 @@ class Draft:
     Args:
         mapped: key -> what it is here.
         not_needed, refused: key -> why.
+        differs: key -> how what it is here is not quite the peer's.
         assumed: keys that the peer's file does not have: its defaults.
     """
 
@@ -60,6 +63,7 @@ class Draft:
     mapped: dict[str, str] = field(default_factory=dict)
     not_needed: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    differs: dict[str, str] = field(default_factory=dict)
     assumed: set[str] = field(default_factory=set)
     seen: Values = field(default_factory=dict)  # what several keys decide together
 
@@ -264,7 +268,10 @@ def _mixture(draft: Draft, flat: Values, shares: Mapping[str, float]) -> None:
             draft.skip(key, "rows are batched without padding; the answers alone get loss")
 
 
-# TRL's accuracy compares expressions with the column ``solution``, numeric the last numbers.
+_ACCURACY = (
+    "TRL compares expressions (math-verify), numeric the last number of each; where solutions are no numbers, set "
+    "function: exact"
+)
 _REWARDS: Mapping[str, Values] = {
     **{name: {"function": "numeric", "column": "solution"} for name in ("accuracy", "accuracy_reward")},
     "think_format_reward": {"function": "format", "pattern": r"(?s)<think>(?!.*<think>).*?</think>.*"},
@@ -282,6 +289,8 @@ def set_rewards(draft: Draft, key: str, value: object) -> None:
             here = OTHERS.get(each, f"{', '.join(BUILT_IN)} and a.dotted.function are read")
             draft.refuse(f"{key}:{each}", each, f"there is no such reward function; here it is {here}")
             continue
+        if each in ("accuracy", "accuracy_reward"):
+            draft.differs[f"{key}:{each}"] = _ACCURACY
         rewards[name] = _REWARDS.get(each, {"function": f"python:{each}" if "." in each else each})
     draft.set(key, "method.rewards", rewards)
     draft.seen["reward_names"] = [each.rpartition(".")[2] for each in map(str, as_list(value))]
@@ -335,6 +344,13 @@ READERS = {"llamafactory": _of_factory, "axolotl": _of_axolotl, "trl": _of_trl, 
 
 def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "rows"
+
+
+def number(value: object) -> object:
+    """``1e-4``, which YAML reads as a text, is a number to all peers."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return float(value) if re.search(r"[.eE]", value) else int(value)
+    return value
 
 
 def flat_oumi(values: Mapping[str, object]) -> Values:
@@ -410,6 +426,14 @@ def _arguments(peer: str, text: str) -> Values:
     return found
 
 
+def hub_sources(pipeline: "Pipeline") -> list[str]:
+    """The sources of which nothing is on this machine, as their fields."""
+    return [
+        f"sources.{name}.path={source.path}" for name, source in pipeline.sources.items()
+        if is_hub_id(source.path) and not local_paths(source.path)
+    ]  # fmt: skip
+
+
 def mends(pipeline: "Pipeline") -> list[str]:
     """What the plan refuses, as far as files of this machine show it: an adapter that is missing, the rows, the rest.
 
@@ -417,7 +441,6 @@ def mends(pipeline: "Pipeline") -> list[str]:
     """
     from flows.planning.estimates import refused_rows
     from flows.planning.plan import make_plan
-    from lineage.source.sources import local_paths
 
     base, found = pipeline.sources["base"], list[str]()
     if base.base_model and not local_paths(base.path):

@@ -26,7 +26,9 @@ from flows.peers.datasets import (
     as_list,
     finish_rewards,
     flat_oumi,
+    hub_sources,
     mends,
+    number,
     read_values,
     section,
     set_adapter,
@@ -36,7 +38,7 @@ from flows.peers.datasets import (
     set_weights,
     slug,
 )
-from flows.reports.wording import relative
+from flows.reports.wording import on_screen, relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
 
@@ -614,7 +616,7 @@ def _turned_off(key: str, value: object) -> tuple[str, object]:
 
 def _one(draft: Draft, key: str, value: object) -> None:
     """One key: by its rule, by the table of names, or refused."""
-    value = _number(value)
+    value = number(value)
     if key in RULES:
         RULES[key](draft, key, value)
         return
@@ -649,13 +651,6 @@ def _one(draft: Draft, key: str, value: object) -> None:
             else f"it is unknown{f'; did you mean {close[0]}?' if close else ''}"
         )
         draft.refuse(key, value, hint)
-
-
-def _number(value: object) -> object:
-    """``1e-4``, which YAML reads as a text, is a number to all peers."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
-        return float(value) if re.search(r"[.eE]", value) else int(value)
-    return value
 
 
 _OUMI = {"trl_sft": "sft", "trl_dpo": "dpo", "trl_kto": "kto", "trl_grpo": "grpo", "hf": "sft", "oumi": "sft"}
@@ -854,8 +849,9 @@ def run_import(options: argparse.Namespace) -> int:
     out = options.out or Path("conf") / "pipeline" / f"{slug(file.stem)}.yaml"
     name = slug(out.stem)
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
-    text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
-    more, to_mend = _require_loads(text, name, file)
+    differs = [f"{key}: {how}" for key, how in draft.differs.items()]
+    text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost, *differs])
+    more, to_mend, of_hub = _require_loads(text, name, file)
     code = ConfigError.exit_code if to_mend else 0  # as of the plan
     out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, text, keeps=True)
@@ -863,6 +859,7 @@ def run_import(options: argparse.Namespace) -> int:
         shown = {
             "pipeline": name, "file": str(out), "add": more, "mapped": draft.mapped, "not_needed": draft.not_needed,
             "left_out": left_out, "assumed": sorted(draft.assumed & draft.mapped.keys()), "to_mend": to_mend,
+            "differs": draft.differs, "unchecked": of_hub,
         }  # fmt: skip
         print(json.dumps(shown, indent=2))
         return code
@@ -870,10 +867,12 @@ def run_import(options: argparse.Namespace) -> int:
         print(f"{title}:")
         width = max(map(len, found), default=0)
         for key, what in found.items():
-            print(f"  {key:<{width}}  {what}{f'  ({_TITLES[options.peer]} default)' if key in draft.assumed else ''}")
+            origin = f"  ({_TITLES[options.peer]} default)" if key in draft.assumed else ""
+            print(on_screen(f"  {key:<{width}}  {what}{origin}"))
     print(f"wrote {relative(out)}")
-    for each in to_mend:
-        print(f"mend before a plan: {each}")
+    unread = [f"of the hub, which the plan reads and import does not: {', '.join(of_hub)}"] if of_hub else []
+    for each in (*(f"differs: {each}" for each in differs), *unread, *(f"mend before a plan: {e}" for e in to_mend)):
+        print(on_screen(each))
     is_placed = out.absolute().parent.name == "pipeline"
     moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
@@ -881,9 +880,9 @@ def run_import(options: argparse.Namespace) -> int:
     return code
 
 
-def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[str]]:
+def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[str], list[str]]:
     """Requires that the pipeline is one of ours; returns the overrides with which it is, a GPU's where it needs one or
-    sets a precision, and what the plan refuses."""
+    sets a precision, what the plan refuses, and what is of the hub."""
     from flows.declare.config import load_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
@@ -896,5 +895,5 @@ def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[st
             except ConfigError as error:
                 cause = error
             else:
-                return more, mends(pipeline)
+                return more, mends(pipeline), hub_sources(pipeline)
     raise ConfigError(f"{file}: as a pipeline: {cause}") from cause

@@ -31,6 +31,7 @@ from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 from lineage.record.environment import hardware
 from lineage.record.metrics_file import read_reports
+from lineage.source.model_files import read_json
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import files_of, local_paths
 from lineage.store import Manifest, Store
@@ -196,11 +197,13 @@ class Scoring:
     """The estimated needs of a stage of ``evaluate``.
 
     Args:
-        memory: peak of a worker in bytes, by formula.
+        memory: peak of a worker in bytes, by formula, if rows are as long as they may be.
+        least: the part that is certain: the weights of its largest model; 0: they may be in few bits.
         seconds: as its last output of this store took; None: it has none.
     """
 
     memory: int
+    least: int
     seconds: float | None
 
     @property
@@ -483,10 +486,25 @@ class Estimator:
         above = [self._stages.get(planned.inputs[slot].name) for slot in slots]
         lengths = [each.stage.method.max_length for each in above if each and isinstance(each.stage.method, Training)]
         length = method.max_length or max(lengths, default=_SCORED_LENGTH)
-        rows, on_gpu = resources.micro_batch_size, bool(resources.gpus_per_worker)
+        rows, in_bf16 = resources.micro_batch_size, resources.frozen_dtype(None) == "bf16"
         tokens = BATCH_TOKENS if rows == "auto" else rows * length
-        most = max(scored_memory(num_weights(shapes), found, tokens, length, on_gpu=on_gpu) for found, shapes in models)
-        return Scoring(memory=most + (0 if on_gpu else PROCESS), seconds=_last_seconds(self._plan, planned))
+        process = 0 if resources.gpus_per_worker else PROCESS
+        most, least = (
+            max(scored_memory(num_weights(shapes), found, each, length, in_bf16=in_bf16) for found, shapes in models)
+            for each in (tokens, 0)
+        )
+        certain = 0 if self._in_few_bits(planned, slots) else least + process
+        return Scoring(memory=most + process, least=certain, seconds=_last_seconds(self._plan, planned))
+
+    def _in_few_bits(self, planned: PlannedStage, slots: Sequence[str]) -> bool:
+        """Whether a model in these slots may be held in few bits."""
+        trained = [each.stage.method for each in self._plan.stages]
+        configs = [
+            read_json(folder, "config.json") for slot in slots if (folder := model_of(self._plan, planned, slot))
+        ]
+        return any(isinstance(each, Training) and each.quantization for each in trained) or any(
+            isinstance(config, dict) and "quantization_config" in config for config in configs
+        )
 
     def _made(self, maker: PlannedStage) -> Model | None:
         """The model of a stage that does not train."""

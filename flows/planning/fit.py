@@ -1,4 +1,4 @@
-"""Checks that each training fits into the memory of its workers; proposes the cheapest change that makes it fit."""
+"""Checks that what runs fits into the memory of its workers; proposes the cheapest change that makes a training fit."""
 
 import logging
 import shlex
@@ -47,10 +47,10 @@ class Change:
 
 
 def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:
-    """Refuses trainings that do not fit into memory if ``check_memory`` is set; warns of those that may not fit.
+    """Refuses stages that do not fit into memory if ``check_memory`` is set; warns of those that may not fit.
 
     Args:
-        found: estimates of the stages that would run.
+        found: estimates of the trainings that would run.
         suggest: file for the overrides that make all stages fit.
     """
     changes, lines, refused = list[Change](), list[str](), list[str]()
@@ -75,6 +75,8 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         off = need.error[0] if need.error else 0.0  # what earlier predictions were wrong by
         if planned.stage.resources.check_memory and need.least / (1 + off) > held:
             refused.append(lines.pop())
+    for line, is_refused in _scored(plan, estimator):
+        (refused if is_refused else lines).append(line)
     if suggest:
         _write(suggest, [planned for planned in plan.stale if planned.name in found], changes)
     for line in lines:
@@ -94,6 +96,27 @@ def _scoring_apart(planned: PlannedStage, need: Estimate) -> str:
     where, what = f"stages.{planned.name}.method.evaluation", "a GPU" if gpus else "the machine"
     instead = f"{where}.gpus=0, or {where}=null" if gpus else f"{where}=null"
     return f"{where} needs {gib(need.scoring)} by formula, and {what} has {gib(held)}; set {instead}"
+
+
+def _scored(plan: Plan, estimator: Estimator) -> Iterator[tuple[str, bool]]:
+    """Why an evaluation does not fit, or may not, and whether that refuses it."""
+    for name, need in estimator.scorings([each for each in plan.stale if not each.runs_elsewhere]).items():
+        resources, where = plan.stage(name).stage.resources, f"stages.{name}.resources"
+        held, on_gpu = capacity(resources), bool(resources.gpus_per_worker)
+        if not held or need.memory <= held:
+            continue
+        has = f"{'a GPU has' if on_gpu else 'the machine has for it'} {gib(held)}"
+        if need.least > held:
+            instead = "a GPU with more memory" if on_gpu else "a GPU: resources=gpu"
+            yield (
+                f"stages.{name} needs {gib(need.least)} for the weights of its largest model, and {has}; take "
+                f"{instead}, or a smaller model; {where}.check_memory=false runs it anyway", resources.check_memory,
+            )  # fmt: skip
+        else:
+            yield (
+                f"stages.{name} may need, if its rows are as long as max_length allows, {gib(need.memory)} per worker "
+                f"by formula, and {has}; with {where}.micro_batch_size=1 it needs less", False,
+            )  # fmt: skip
 
 
 def _remedy(change: Change, planned: PlannedStage) -> str:

@@ -336,4 +336,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     table = empty_table(*columns)
     for row in rows:
         table.add_row(*row)
-    return plain_text(table)
+    return plain_text(table, unseen=120)

@@ -175,11 +175,15 @@ def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return Table(columns=columns, numbers=numbers)
 
 
-def plain_text(table: Table) -> str:
-    """The table with columns two spaces apart; on a screen the widest columns of text are folded until it fits."""
+def plain_text(table: Table, unseen: int = 0) -> str:
+    """The table with columns two spaces apart; on a screen the widest columns of text are folded until it fits.
+
+    Args:
+        unseen: the width without a screen; 0: lines stay whole.
+    """
     rows = [table.columns, *(tuple(map(relative, row)) for row in table.rows)]
     widths = [max(map(screen_cells, column)) for column in zip(*rows, strict=True)]
-    room = screen_width() - 2 * (len(widths) - 1)
+    room = (screen_width() or unseen) - 2 * (len(widths) - 1)
     if room >= _LEAST_COLUMNS and sum(widths) > room:
         widths = _narrowed(widths, rows, room)
         rows = [row for each in rows for row in _folded_row(each, widths)]

@@ -396,17 +396,17 @@ def scoring_memory(
         return 0
     weights = trained_weights(method, shapes)
     models = [(weights.base + weights.beside, found), *([(num_weights(judge[1]), judge[0])] if judge else [])]
-    tokens, on_gpu = min(BATCH_TOKENS, setting.rows * method.max_length), bool(setting.gpus)
-    return max(scored_memory(count, each, tokens, method.max_length, on_gpu=on_gpu) for count, each in models)
+    tokens, in_bf16 = min(BATCH_TOKENS, setting.rows * method.max_length), bool(setting.gpus)
+    return max(scored_memory(count, each, tokens, method.max_length, in_bf16=in_bf16) for count, each in models)
 
 
-def scored_memory(weights: int, found: Architecture, tokens: int, max_length: int, *, on_gpu: bool) -> int:
-    """Peak memory of a model of so many weights that scores rows and answers, in bf16 on a GPU.
+def scored_memory(weights: int, found: Architecture, tokens: int, max_length: int, *, in_bf16: bool) -> int:
+    """Peak memory of a model of so many weights that scores rows and answers.
 
     Args:
         tokens: of a batch.
     """
-    width = 2 if on_gpu else _FLOAT
+    width = 2 if in_bf16 else _FLOAT
     at_once = min(tokens, max(BATCH_LOGITS // found.vocabulary, max_length))
     logits = at_once * found.vocabulary * (width + _FLOAT * (1 if width == _FLOAT else 2))
     cache = 2 * found.layers * found.kv_heads * found.head * tokens * width

@@ -421,8 +421,15 @@ def test_rewards_of_trl_are_mapped_or_refused_by_name(tmp_path):
         "score": {"function": "python:ours.score", "weight": 3},
     }
     assert "here it is format with tags" in found.refused["reward_funcs:tag_count"]
+    assert "numeric the last number of each" in found.differs["reward_funcs:accuracy_reward"]
     assert found.resources["sharding"] == "zero2" and "precision" not in found.method
     assert not found.refused.keys() - {"model", "dataset", "reward_funcs:tag_count"}
+
+
+def test_what_is_of_the_hub_is_named_since_only_the_plan_reads_it(folder):
+    ran = imported(folder, "trl", "hub.yaml", "trainer: sft\nmodel_name_or_path: owner/m\ndataset_name: owner/r\n")
+    assert ran.returncode == 0, ran.stderr
+    assert "import does not: sources.base.path=owner/m, sources.r.path=owner/r\n" in ran.stdout
 
 
 def test_a_file_that_refers_to_its_own_values_is_read(tmp_path):

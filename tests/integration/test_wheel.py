@@ -35,8 +35,8 @@ class Wheel:
         self.python = place / "env/bin/python"
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, *place.glob("*.whl")], check=True)
-        (site,) = (place / "env/lib").glob("*/site-packages")
-        (site / "zz-others.pth").write_text(sysconfig.get_path("purelib"))
+        (self.site,) = (place / "env/lib").glob("*/site-packages")
+        (self.site / "zz-others.pth").write_text(sysconfig.get_path("purelib"))
         self.folder = place / "work"
         for name in ("flows", "lineage", "conf"):
             (self.folder / name).mkdir(parents=True)
@@ -66,6 +66,28 @@ def test_it_brings_one_folder_and_leaves_the_names_to_others(wheel: Wheel) -> No
     assert f"{os.sep}posttrain{os.sep}tasks{os.sep}" in found
     done = wheel(wheel.python, "-c", "import tasks", code=1)
     assert "a module of the user" in done.stderr, "in the user's own processes the user's win"
+
+
+def test_doctor_names_a_package_of_our_names_in_site_packages_and_a_plan_uses_ours(wheel: Wheel) -> None:
+    theirs = [wheel.site / "tasks" / "__init__.py", wheel.site / "flows.py"]
+    theirs[0].parent.mkdir()
+    for each in theirs:
+        each.write_text(STOPS)
+    try:
+        done = subprocess.run(
+            ["posttrain", "doctor", "--json"], cwd=wheel.site.parent, env=wheel.environment, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        (found,) = (each for each in json.loads(done.stdout)["findings"] if each["check"] == "names")
+        assert found["level"] == "warn" and all(
+            str(each) in found["found"] for each in (wheel.site / "tasks", theirs[1])
+        )
+        assert "9 of 9 stages to run" in wheel("posttrain", "plan").stdout
+        assert "a module of the user" in wheel(wheel.python, "-P", "-c", "import tasks", code=1).stderr
+    finally:
+        theirs[1].unlink()
+        theirs[0].unlink()
+        theirs[0].parent.rmdir()
 
 
 def test_each_command_starts(wheel: Wheel) -> None:

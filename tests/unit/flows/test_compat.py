@@ -98,6 +98,7 @@ def test_it_prints_every_rule_with_what_to_set(command):
     text = command("compat")
     assert text.returncode == 0
     assert all(rule.id in text.stdout for rule in RULES)
+    assert max(map(len, text.stdout.splitlines())) <= 160  # folded without a screen too; a fix to paste stays whole
     found = json.loads(command("compat", "--json").stdout)
     assert [rule["rule"] for rule in found["rules"]] == [rule.id for rule in RULES]
     assert all(rule["nearest"] and rule["reason"] for rule in found["rules"]) and all(map(rule_nearest, RULES))

@@ -296,6 +296,24 @@ def test_rows_of_unknown_length_are_warned_of_and_a_model_that_is_too_large_is_r
         require_fits(plan, found, estimator)
 
 
+def test_an_evaluation_that_may_not_fit_is_warned_of_and_one_whose_weights_do_not_fit_is_refused(
+    demo, monkeypatch, caplog
+):
+    plan = demo()
+    estimator = Estimator(plan, History())
+    need = estimator.scorings(plan.stale)["evaluate"]
+    monkeypatch.setattr(fit, "capacity", lambda resources: need.memory - 1)
+    require_fits(plan, {}, estimator)
+    assert "stages.evaluate may need, if its rows are as long as max_length allows, 0." in caplog.text
+    monkeypatch.setattr(fit, "capacity", lambda resources: need.least - 1)
+    with pytest.raises(ConfigError, match=r"^stages\.evaluate needs 0\.\d+ GiB for the weights .* or a smaller model"):
+        require_fits(plan, {}, estimator)
+    allowed = demo("stages.evaluate.resources.check_memory=false")
+    require_fits(allowed, {}, Estimator(allowed, History()))
+    few_bits = demo("quantization=nf4", "adapter=lora")
+    assert Estimator(few_bits, History()).scorings(few_bits.stale)["evaluate"].least == 0
+
+
 def test_what_no_worker_holds_is_answered_with_the_cheapest_sharding(demo):
     wide = ["stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8"]
     plan = demo(*wide, "resources=cluster", "resources.num_workers=4", "resources.micro_batch_size=1")
