@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
@@ -149,6 +150,12 @@ def test_the_set_up_is_valid_shell_and_brings_the_demo_no_tools_of_tests(tmp_pat
         assert "--constraint requirements.lock" in lines
         shown = [line for line in lines.splitlines() if "install" in line and "setup.log" not in line]
         assert not [line for line in shown if line.startswith(f"{tmp_path}")], "the log has what pip prints"
+
+
+def test_what_the_model_of_the_readme_needs_comes_with_the_demo() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "smollm2" in (ROOT / "README.md").read_text()
+    assert any(each.startswith("gguf>") for each in project["dependencies"])
 
 
 def test_the_pages_stay_short() -> None:
