@@ -25,7 +25,7 @@ from typing import NoReturn
 from flows.commands.arguments import add_json, add_overrides, add_sweep, known_refs, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
 from flows.declare.project import read_project
-from flows.reports.wording import PrintableFormatter, coloured, on_screen
+from flows.reports.wording import ScreenFormatter, coloured, on_screen
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from posttrain import first
@@ -144,14 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     first()
     if logging.lastResort:  # it prints the warnings
-        logging.lastResort.setFormatter(PrintableFormatter())
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        logging.lastResort.setFormatter(ScreenFormatter())
+    if arguments and arguments[0] not in (*COMMANDS, "-h", "--help", "--version", _COMPLETION):
         raise no_command(arguments[0], arguments, list(COMMANDS))
     options, rest = _parser(arguments).parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if unknown:
-        following = [*arguments, "--"][list(arguments).index(unknown[0]) + 1] if unknown[0] in arguments else "--"
-        raise no_option(unknown[0], None if following.startswith("-") or "=" in following else following, arguments[0])
+        raise no_option(unknown, arguments)
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     cli_args = [getattr(options, "ref", None) or "", *getattr(options, "overrides", ())]
@@ -208,6 +207,13 @@ def _end_soon() -> None:
     end.start()
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples, folded on a screen."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return on_screen(super()._fill_text(text, width, indent))
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that says what there is where a REF is missing."""
 
@@ -227,9 +233,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the arguments of the called command, and only the names of the others, which are not imported."""
     is_whole, is_help = arguments[:1] == [_COMPLETION], arguments[:1] in (["--help"], ["-h"], [])
-    raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        prog="posttrain", description="Trains language models after pretraining, as one graph.", formatter_class=raw,
+        prog="posttrain", description="Trains language models after pretraining, as one graph.", formatter_class=_Help,
         epilog=overview(COMMANDS) if is_help else None, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"posttrain {version('posttrain')}")
@@ -242,7 +247,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         examples = f"examples:{EXAMPLES.get(name, '').replace(chr(10), chr(10) + '  ')}"
         # The epilog has the help of all commands, in groups.
         add_command = commands.add_parser if is_help else partial(commands.add_parser, help=help_text)
-        sub = add_command(name, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False)
+        sub = add_command(name, description=help_text, epilog=examples, formatter_class=_Help, allow_abbrev=False)
         sub.cli_args = arguments
         if is_whole or name in arguments[:1]:
             own = _MODULES.get(name, name)

@@ -34,7 +34,7 @@ from tasks.data.examine import Examined, add_labels, add_overlaps, examine, keep
 from tasks.data.formats.proposals import JOB_HELD_OUT, JOB_SOURCES, proposed
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
-from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
+from tasks.data.preparing.report import REJECTS, REPORT, Section, few_alike, render, sections
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText
 from tasks.model.chat_template import check_name
@@ -357,7 +357,7 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
         more = {"bad_rows": bad_rows, "num_bad_rows": num_bad_rows, "samples": samples}
         print(json.dumps({**report.to_dict(), **more}, indent=2))
     else:
-        others = [row for row in bad_rows if row not in refused]  # stderr has them
+        others = [row for row in few_alike(bad_rows) if row not in refused]  # stderr has them
         print("\n\n".join(map(as_text, sections(report, kept, others, num_bad_rows))))
     if options.html:
         try:

@@ -170,6 +170,7 @@ _HABITS = (
     ("webchat", "posttrain chat REF, and behind a page of yours: posttrain serve-model REF"),
     ("merge merge-lora merge_lora", "posttrain export merged REF, or a stage of conf/stage/merge.yaml in the pipeline"),
     ("env info version", "posttrain doctor, or posttrain --version"),
+    ("help", "posttrain plan --help, and of all commands posttrain --help"),
     ("dry-run check validate show", "posttrain plan"),
     ("list ls ps runs", "posttrain status"),
     ("stop kill", "posttrain cancel latest"),
@@ -179,7 +180,7 @@ _HABITS = (
 HABITS: Mapping[str, str] = {word: answer for words, answer in _HABITS for word in words.split()}
 # Options of other tools -> an override.
 _OPTIONS = {
-    **dict.fromkeys(("config", "config-file", "config_file", "yaml", "recipe", "f"), "posttrain {2} {1}"),
+    **dict.fromkeys(("config", "config-file", "config_file", "yaml", "recipe", "c", "f"), "posttrain {2} {1}"),
     "pipeline": "pipeline={1}", "model": "model={1}", "model-name": "model={1}", "data": "data={1}",
     "output": "store={1}", "store": "store={1}", "resume": "nothing: the same command resumes",
     "dry-run": "posttrain plan",
@@ -211,36 +212,44 @@ def no_command(word: str, arguments: Sequence[str], commands: Sequence[str]) -> 
         return ConfigError(f"{word}: the command is missing; write: posttrain plan {' '.join(arguments)}")
     close = get_close_matches(word, commands, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""
-    return ConfigError(f"{word}: no such command; {hint}there are: {', '.join(commands)}; see posttrain --help")
+    if word.startswith("-"):
+        there = str(no_option([word], ["run", *arguments]))
+        return ConfigError(f"{there}; the command comes first, such as posttrain plan or posttrain run")
+    return ConfigError(f"{word}: no such command; {hint}posttrain --help lists them")
 
 
-def no_option(word: str, following: str | None, command: str) -> ConfigError:
-    """The answer to an option that does not exist.
+def no_option(unknown: Sequence[str], arguments: Sequence[str]) -> ConfigError:
+    """The answer to options that do not exist, beside the command and all its arguments."""
+    command = arguments[0]
+    found = {word: _option(word, arguments) for word in unknown}
+    here = {word: ours for word, ours in found.items() if ours}
+    s = "s" if len(unknown) > 1 else ""
+    there = f"here it is {' '.join(here.values())}" if here else ""
+    rest = "a setting is written as key=value, without dashes" if len(here) < len(found) else ""
+    more = f"see posttrain {command} --help" if rest else ""
+    return ConfigError(f"unknown option{s} {', '.join(unknown)}; {'; '.join(filter(None, (there, rest, more)))}")
 
-    Args:
-        following: the argument after it, which may be its value.
-    """
+
+def _option(word: str, arguments: Sequence[str]) -> str:
+    """What an option of other tools is here, with its value, which may be the argument after it; empty: unknown."""
     from flows.declare.config import groups
     from flows.declare.peer_names import FIELDS
     from lineage.fingerprint import field_names
     from tasks.context import Resources
     from tasks.method import Training
 
+    following = [*arguments, "--"][list(arguments).index(word) + 1] if word in arguments else "--"
+    following = "" if following.startswith("-") or "=" in following else following
     name, _, value = word.lstrip("-").partition("=")
-    key, value = name.replace("-", "_"), value or (following or "VALUE")
+    key, value = name.replace("-", "_"), value or following or "VALUE"
     ours = (
         "posttrain {2} {1}"
-        if name in ("model", "m") and command in _OF_A_MODEL
+        if name in ("model", "m") and arguments[0] in _OF_A_MODEL
         else _OPTIONS.get(name) or (f"{key}={{1}}" if key in groups() else FIELDS.get(key))
     )
     for part, cls in {"method": Training, "resources": Resources}.items() if not ours else ():
         ours = f"stages.STAGE.{part}.{key}={{1}}" if key in field_names(cls) else ours
-    here = (
-        f"here it is {ours.format(key, value, command)}"
-        if ours
-        else f"a setting is written as key=value, without dashes; see posttrain {command} --help"
-    )
-    return ConfigError(f"unknown option {word}; {here}")
+    return (ours or "").format(key, value, arguments[0])
 
 
 def overview(commands: Mapping[str, str]) -> str:

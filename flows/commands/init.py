@@ -23,9 +23,10 @@ from flows.reports.wording import on_screen, relative
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.files import local_path
+from lineage.source.source_checks import is_hub_id
 from lineage.source.sources import local_paths
 from tasks.data.formats.proposals import JOBS
-from tasks.data.preparing.report import REJECTS, sections
+from tasks.data.preparing.report import REJECTS, few_alike, sections
 
 _PIPELINES = sorted(path.stem for path in (CONFIG.parent / "pipeline").glob("*.yaml"))
 _QLORA, _MICRO = "one-gpu-qlora", "resources.micro_batch_size"
@@ -124,6 +125,7 @@ def run_init(options: argparse.Namespace) -> int:
         settings |= _data(settings, looked)
         lengths = _lengths(settings)
         settings |= lengths
+        _require_model(settings)
         recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, lengths, looked, recipes, why)
         tracked = _track()
@@ -135,8 +137,10 @@ def run_init(options: argparse.Namespace) -> int:
     toy = [_TOY] if settings["model"] == "tiny" else []
     for line in [*guesses, *toy, *filter(None, (each.short for each in recipes))]:
         print(on_screen(f"note: {line}"))
-    print(f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
-    print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
+    made = f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}"
+    print(on_screen(made))
+    there = "" if folder.samefile(".") else f"cd {shlex.quote(str(folder))} && "
+    print(f"next: {there}posttrain plan, then posttrain run")
     return 0
 
 
@@ -187,7 +191,10 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
         found, added, _ = as_proposed([path, *overrides], Path(directory))
         overrides = [*overrides, *added]
         rows, total = found.bad_rows()
-        print("\n\n".join(map(as_text, sections(found.report, None, rows, total))))
+        found.report.rejects = None  # they are not kept
+        refused = "\n".join(map(str, found.refusals))  # which follows
+        others = [row for row in few_alike(rows) if row not in refused]
+        print("\n\n".join(map(as_text, sections(found.report, None, others, total))))
         kept = f"all of them are in {found.output / REJECTS}"
         refusals = [
             str(each).replace(kept, f"posttrain data {shlex.join([path, *overrides])} --out DIR keeps all of them")
@@ -291,6 +298,19 @@ def _lengths(settings: Mapping[str, str]) -> dict[str, str]:
         if (getattr(pipeline.stages[name].method, "max_completion_length", None) or 0) >= most:
             found[f"stages.{name}.method.max_completion_length"] = str(most // 2)
     return found
+
+
+def _require_model(settings: Mapping[str, str]) -> None:
+    """Refuses what is no model of this machine; one of the hub is read by the plan."""
+    from flows.declare.config import load_pipeline
+    from flows.planning.model_checks import require_model_files
+
+    if is_hub_id(settings["model"]) and not local_paths(settings["model"]):
+        return
+    pipeline = load_pipeline([f"pipeline={settings['pipeline']}", f"model={settings['model']}"])
+    for name, source in pipeline.sources.items():
+        if source.kind == Kind.CHECKPOINT and (paths := local_paths(source.path)):
+            require_model_files(name, source, paths[0])
 
 
 def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:

@@ -496,9 +496,9 @@ def parsed(word: str) -> Override:
     except HydraException as error:
         if text := _ODD_TEXT.fullmatch(word):
             return parser.parse_override(text[1] + quoted(text[2]))
+        what = "" if "missing EQUAL" in str(error) else f" ({_first_lines(error)})"
         raise ConfigError(
-            f"{word}: is no override ({_first_lines(error)}); {meant(word)}write key=value without spaces, and quote "
-            "odd values"
+            f"{word}: is no override{what}; {meant(word)}write key=value without spaces, and quote odd values"
         ) from error
 
 

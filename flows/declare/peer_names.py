@@ -426,8 +426,7 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
         peers = FIELDS.get(key, "").replace("stages.STAGE", stage)
         of_stages = " or ".join(_placed(node, key)) if cls is Root and len(loc) == 1 else ""
         place = "" if key in accepted else of_stages or peers or _elsewhere(cls, key, path)
-        there = f"here it is {place}; " if place else ""
-        return f"{path}: unknown key; {there}accepted: {', '.join(accepted) if place else listed(loc[-1], accepted)}"
+        return f"{path}: unknown key; {f'here it is {place}' if place else f'accepted: {listed(loc[-1], accepted)}'}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)

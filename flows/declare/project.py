@@ -144,7 +144,8 @@ def project_overrides(file: Path) -> list[str]:
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what = " ".join(str(getattr(error, "strerror", None) or error).split()).replace(' in "<unicode string>",', "")
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        what = f"line {mark.line + 1}: {problem}" if mark else getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"{file}: cannot be read as a project ({what}); YAML lines KEY: VALUE are accepted"
         ) from error

@@ -823,7 +823,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("peer", choices=PEERS, help="whose configuration it is")
     parser.add_argument("file", type=local_path, metavar="FILE", help="YAML, JSON, or a script with the arguments")
     parser.add_argument("--out", type=local_path, metavar="FILE", help="default: conf/pipeline/NAME.yaml")
-    parser.add_argument("--training", choices=STAGES, help="where the file does not say what is trained")
+    named = f"where the file does not say what is trained: {', '.join(STAGES)}"
+    parser.add_argument("--training", choices=STAGES, metavar="NAME", help=named)
     parser.add_argument(
         "--num-workers", type=int, default=1, metavar="N", help="GPUs of the peer's run, which multiply its batch"
     )

@@ -133,7 +133,7 @@ def _check_reward_model(name: str, source: Source) -> None:
     paths = local_paths(source.path)
     if not paths:
         return
-    _require_model_files(name, source, paths[0])
+    require_model_files(name, source, paths[0])
     why = None if is_peft(paths[0]) else why_no_reward_model(read_json(paths[0], CONFIG), paths[:1])
     if why:
         raise ConfigError(f"sources.{name}.path={source.path}: no reward model: {why}; {REWARD_MODEL_ADVICE}")
@@ -333,7 +333,7 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
             checked_config(name, config, source.model_kwargs)
     paths = local_paths(source.path)
     if paths:
-        _require_model_files(name, source, paths[0])
+        require_model_files(name, source, paths[0])
     if source.chat_template is not None:
         return True
     if source.tokenizer is not None:
@@ -343,7 +343,8 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     return not paths or _has_template(paths[0])
 
 
-def _require_model_files(name: str, source: Source, directory: Path) -> None:
+def require_model_files(name: str, source: Source, directory: Path) -> None:
+    """Requires that a directory holds a model, or an adapter (ConfigError)."""
     if is_peft(directory):
         return
     for pattern, what in ((CONFIG, "no config.json"), ("*.safetensors", "no weights in safetensors")):

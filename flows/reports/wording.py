@@ -149,11 +149,11 @@ def coloured(text: str, stream: TextIO) -> str:
     return text
 
 
-class PrintableFormatter(logging.Formatter):
-    """Formats log records as printable text."""
+class ScreenFormatter(logging.Formatter):
+    """Formats log records as lines of the screen."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable_text(super().format(record))
+        return on_screen(super().format(record))
 
 
 @dataclass

@@ -53,3 +53,11 @@ def test_a_split_without_rows_is_found_by_the_plan(tmp_path):
     assert re.search(r"1 epoch of 5\d rows \(num_epochs, the default\), about 4 steps of 16 rows", known), known
     one = Command(tmp_path)("plan", "pipeline=sft", "data=few.jsonl")
     assert one.returncode == 2 and "held_out=0.1 of 1 rows leaves none to " in one.stderr
+
+
+def test_a_file_that_is_one_json_object_is_named_as_such_with_what_makes_rows_of_it(tmp_path):
+    (tmp_path / "all.json").write_text(json.dumps({"version": 1, "data": chats(40, 0)}, indent=2))
+    done = Command(tmp_path)("plan", "pipeline=sft", "data=all.json")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "all.json: the file is one JSON object, with version, data; accepted: an array of rows" in done.stderr
+    assert "`jq -c '.data[]' FILE > NEW.jsonl`" in done.stderr

@@ -823,6 +823,8 @@ def _misfit(
         way = "fill them: they are null in all rows looked at"
     elif len(columns) == 1:
         way = f"name it, such as columns={{text: {columns[0]}}}"
+    if re.search(r"\.[ct]sv\b", place):
+        way = f"if its first line names no columns, write one above it that does; else {way}"
     return (
         f"no format fits the columns {', '.join(columns) or 'none'}{problems and f' ({problems})'}; accepted: "
         f"{', '.join(each.format.name for each in fits)}; {way}, or say which format is meant with format=NAME"

@@ -42,7 +42,7 @@ from tasks.data.images import (
 from tasks.data.kinds import DOMAIN, HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
-from tasks.data.preparing.report import REJECTS, DataReport, Remark, SourceReport
+from tasks.data.preparing.report import REJECTS, DataReport, Remark, SourceReport, few_alike
 from tasks.data.reading.chunk import Broken, Chunk, Row, parse_split, parsed
 from tasks.data.reading.read import read_chunks, with_archive_here
 
@@ -549,13 +549,13 @@ def _staged_keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -
 
 
 def _settle_rejects(staging: Staging, file: Path) -> list[str]:
-    """Writes and counts the bad rows inside the slices; returns the first ones as ``where: problem``.
+    """Writes and counts the bad rows inside the slices; returns the first ones of each problem as ``where: problem``.
 
     Rows that their columns leave out are only counted.
 
     They stay in the stage's ``output/`` after a failure, until the stage runs again.
     """
-    shown: list[str] = []
+    shown, alike = list[str](), Counter[str]()
     with staging.bad.open() as bad, file.open("w") as rejects:
         for line in bad:
             fields = json.loads(line)
@@ -565,7 +565,8 @@ def _settle_rejects(staging: Staging, file: Path) -> list[str]:
             staged.report.drop({fields["reason"]: 1})
             if fields["reason"] != WITHOUT_LOSS:
                 rejects.write(json.dumps(fields) + "\n")
-                shown += [f"{fields['where']}: {fields['problem']}"] if len(shown) < MAX_SHOWN else []
+                if len(shown) < MAX_SHOWN:
+                    shown += few_alike([f"{fields['where']}: {fields['problem']}"], alike)
     if not shown:
         file.unlink()
     return shown
@@ -583,7 +584,7 @@ def settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, dire
         return None
     count = bad.total()
     report.counts |= {"rows": num_rows - report.num_dropped, "dropped": report.num_dropped}
-    more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
+    more = [f"and {count - len(shown)} more"] if count > len(shown) else []
     listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
     where = f"all of them are in {directory / REJECTS}"
     others = f", or leave them out with max_bad_rows={count}" if count < num_rows else "; no row is left without them"

@@ -201,7 +201,7 @@ def _log_report(report: DataReport) -> None:
         read = ", ".join(f"{column} -> {meaning}" for column, meaning in source.mapping.items())
         logger.info("slot=%s path=%s format=%s (%s): %s", slot, source.path, source.format, source.evidence, read)
         for reason, count in source.dropped.items():
-            logger.warning("slot=%s rows=%d dropped=%s", slot, count, reason)
+            logger.info("slot=%s rows=%d dropped=%s", slot, count, reason)
         for what, remark in source.remarks.items():
             logger.warning("slot=%s rows=%d remark=%s such as %s", slot, remark.count, what, ", ".join(remark.places))
         for column, count in source.ignored_columns.items():

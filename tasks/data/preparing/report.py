@@ -4,6 +4,7 @@ Written as JSON and as a self-contained HTML page, in which content of rows is e
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -259,6 +260,23 @@ PAGE = "report.html"
 
 Section = tuple[str, Sequence[str | tuple[str, str]]]
 """A title, and lines or name-value pairs."""
+
+
+_ALIKE = 3  # lines that differ by numbers alone
+
+
+def few_alike(lines: Iterable[str], seen: Counter[str] | None = None) -> list[str]:
+    """The first lines of each kind: lines that differ by numbers alone are of one.
+
+    Args:
+        seen: how many there were before, which is updated.
+    """
+    seen = Counter() if seen is None else seen
+    found = []
+    for line in lines:
+        seen[kind := re.sub(r"\d+", "", line)] += 1
+        found += [line] if seen[kind] <= _ALIKE else []
+    return found
 
 
 def sections(

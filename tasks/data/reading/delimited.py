@@ -31,7 +31,7 @@ _ACCEPTED = (
     "separator or a line break stands in quotes"
 )
 
-_CODED = "not UTF-8"
+_CODED, _CELLS = "not UTF-8", "number of cells"
 _Line = tuple[int, Sequence[str] | str]
 """The number of a row's first line, with its cells or with the fault in its quotes."""
 
@@ -63,8 +63,14 @@ def _rows(name: str, columns: Sequence[str], separator: str, lines: Sequence[_Li
         reason, found = _fault(number, cells, columns, separator)
         if reason:
             raw = "" if isinstance(cells, str) else shown(separator.join(cells).encode(errors="surrogateescape"))
-            coded = {"accepted": "UTF-8", "remedy": f"{ENCODED}, or correct the row"} if reason == _CODED else {}
-            yield Broken(where=where, reason=reason, found=found, raw=raw, **{"accepted": _ACCEPTED, **coded})
+            in_quotes = f"put a cell with {_SEPARATORS.get(separator, 'separators')} in it in quotes"
+            own = {
+                _CODED: {"accepted": "UTF-8", "remedy": f"{ENCODED}, or correct the row"},
+                _CELLS: {"accepted": "one cell per column", "remedy": f"{in_quotes}, or correct the row"},
+            }
+            yield Broken(
+                where=where, reason=reason, found=found, raw=raw, **{"accepted": _ACCEPTED, **own.get(reason, {})}
+            )
         else:
             yield Row(fields=dict(zip(columns, cells, strict=True)), where=where)
 
@@ -74,7 +80,7 @@ def _fault(number: int, cells: Sequence[str] | str, columns: Sequence[str], sepa
     if isinstance(cells, str):
         return "quotes", cells
     if len(cells) != len(columns):
-        return "number of cells", _odd_count(cells, columns)
+        return _CELLS, _odd_count(cells, columns)
     for place, cell in enumerate(cells):
         if "\n" in cell and _holds_rows(cell, place, len(columns) - 1, separator):
             first = number + sum(each.count("\n") for each in cells[:place])

@@ -9,6 +9,7 @@ Python's parser finds where a value of an array ends, and so where the next one 
 in part. ijson would parse the items too, but reports no position, and turns half a surrogate pair into "?".
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -75,6 +76,7 @@ _ARCHIVE, _SMALL, _MOST_PACKED = ".zip", 2**24, 100  # its files may unpack to s
 _ARRAY = "correct or remove it; if the whole file is one JSON array, name it .json, or `jq -c '.[]' FILE > NEW.jsonl`"
 _MARK = re.compile(r"\s*(\[\s*\]|[\[,\]]?)\s*")  # before an item; the first alternative is an empty array
 _SHOWN = 40  # characters around a fault
+_ONE_OBJECT = 10**8  # bytes of a file that is read whole, to see whether it is one JSON object
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -359,6 +361,7 @@ def read_json(path: Path, name: str) -> Iterator[Chunk]:
     """One JSON array over the whole file, or one JSON object per line: the first character decides."""
     with opened(path, name) as stream:
         if not stream.peek().lstrip().startswith(b"["):
+            _require_rows(path, name)
             yield from _line_chunks(stream, name)
             return
         items, size, last_line = list[tuple[str, bytes]](), 0, 0
@@ -371,6 +374,28 @@ def read_json(path: Path, name: str) -> Iterator[Chunk]:
                 items, size = [], 0
         if items:
             yield Chunk(rows=partial(_item_rows, items))
+
+
+def _require_rows(path: Path, name: str) -> None:
+    """Refuses a small file that is one JSON object over several lines, with rows inside or none."""
+    if path.stat().st_size > _ONE_OBJECT:
+        return
+    with opened(path, name) as stream, contextlib.suppress(orjson.JSONDecodeError):
+        text = stream.read()
+        first, _, more = text.strip().partition(b"\n")
+        if not more or _is_json(first):
+            return
+        whole = orjson.loads(text)
+        inside = next((f"{key}[]" for key, value in whole.items() if isinstance(value, list) and value), "")
+        found = f"the file is one JSON object, with {', '.join(list(whole)[:5])}"
+        remedy = f"rewrite it: `jq -c '.{inside}' FILE > NEW.jsonl`"
+        raise refused(name, found, "an array of rows, or one row a line", remedy)
+
+
+def _is_json(text: bytes) -> bool:
+    with contextlib.suppress(orjson.JSONDecodeError):
+        return orjson.loads(text) is not None
+    return False
 
 
 def _line_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:

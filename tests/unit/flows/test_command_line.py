@@ -29,6 +29,14 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out.startswith("posttrain 0.")
 
 
+@pytest.mark.parametrize("command", [None, "certify", "advise"])
+def test_help_fits_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([*([command] if command else []), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_three_examples_of_each_command_are_in_its_help_and_compose(command, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -51,7 +59,11 @@ def test_three_examples_of_each_command_are_in_its_help_and_compose(command, cap
     [
         ("train --config x", "train: no command of posttrain; here it is: posttrain run pipeline=sft model=owner/name"),
         ("grpo", "here it is: posttrain run pipeline=grpo model=owner/name data=FILE"),
-        ("plna", "plna: no such command; did you mean plan? there are: plan, run"),
+        ("plna", "plna: no such command; did you mean plan? posttrain --help lists them"),
+        ("help", "here it is: posttrain plan --help, and of all"),
+        ("--config x.yaml", "here it is posttrain run x.yaml; the command comes first, such as posttrain plan"),
+        ("run -c x.yaml", "here it is posttrain run x.yaml"),
+        ("run --model tiny --data a.jsonl --wat", "here it is model=tiny data=a.jsonl; a setting is written as key=va"),
         ("pipeline=sft model=x/y", "the command is missing; write: posttrain plan pipeline=sft model=x/y"),
         ("my.yaml", "the command is missing; write: posttrain plan my.yaml"),
         ("train my.yaml", "posttrain run my.yaml, of another trainer's file first: posttrain import llamafactory"),
