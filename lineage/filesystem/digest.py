@@ -1,5 +1,6 @@
 """Digests of files and directories."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from contextlib import suppress
 from errno import EINVAL
 from fcntl import F_GETFL, F_SETFL, fcntl
 from io import FileIO
-from mmap import mmap
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 
 from lineage.filesystem.files import atomic_write
@@ -88,7 +89,7 @@ def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file, flushes it to the disk, and returns the digest of its bytes, which are read once.
 
     A piece is digested while it is written. It goes to the disk past the page cache where the file system lets it: a
-    copy of each page would take CPU time from a training that runs meanwhile.
+    copy of each page would take CPU time from a training that runs meanwhile. So would one of what begins at a page.
 
     Raises:
         OSError: the disk is full or not reachable.
@@ -105,22 +106,34 @@ def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The bytes of the parts in pieces of one length, but for the last, each in the same pages of memory."""
+    """The bytes of the parts in pieces that begin at a page of memory, each but the last of whole pages."""
     memory, filled = memoryview(mmap(-1, _PIECE_BYTES)), 0
     for part in parts:
         left = memoryview(part).cast("B")
         while left:
-            taken = min(len(left), _PIECE_BYTES - filled)
-            memory[filled : filled + taken], left = left[:taken], left[taken:]
-            filled = (filled + taken) % _PIECE_BYTES
-            if not filled:
-                yield memory
+            taken = min(len(left), _PIECE_BYTES) // PAGESIZE * PAGESIZE
+            if taken and not filled % PAGESIZE and _begins_at_page(left):
+                if filled:
+                    yield memory[:filled]
+                filled = 0
+                yield left[:taken]
+            else:
+                taken = min(len(left), _PIECE_BYTES - filled)
+                memory[filled : filled + taken] = left[:taken]
+                filled = (filled + taken) % _PIECE_BYTES
+                if not filled:
+                    yield memory
+            left = left[taken:]
     if filled:
         yield memory[:filled]
 
 
+def _begins_at_page(part: memoryview) -> bool:
+    return not part.readonly and ctypes.addressof(ctypes.c_char.from_buffer(part)) % PAGESIZE == 0
+
+
 def _write_whole(file: FileIO, piece: memoryview) -> None:
-    if len(piece) < _PIECE_BYTES:  # the last, and no multiple of a disk's blocks
+    if len(piece) % PAGESIZE:  # the last, and no multiple of a disk's blocks
         _set_direct(file, on=False)
     while piece:
         try:

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
 
@@ -371,31 +373,41 @@ class Chunk:
 
 
 class Staging:
-    """Copies of tensors in host memory, which the next checkpoint uses again."""
+    """Copies of tensors in host memory, those of a file one behind the other, which the next checkpoint uses again."""
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
 
     def copies(self, name: str, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
-        """Copies of chunks.
+        """Copies of the chunks of a file.
 
         One thread copies small ones: several would wait for each other for longer than a copy takes.
         """
-        threads, found = torch.get_num_threads(), dict[str, Chunk]()
+        held, found, end = self._of_file(name, chunks), dict[str, Chunk](), 0
+        for key, each in _in_order(chunks).items():
+            start, end = end, end + each.tensor.nbytes
+            place = held[start:end].view(each.tensor.dtype).view(each.tensor.shape)
+            found[key] = replace(each, tensor=place)
+        threads = torch.get_num_threads()
         try:
             for key, each in sorted(chunks.items(), key=lambda item: item[1].tensor.nbytes):
                 torch.set_num_threads(threads if each.tensor.nbytes >= _LARGE_BYTES else 1)
-                found[key] = replace(each, tensor=self.copy(f"{name}/{key}", each.tensor))
+                self.copy(found[key].tensor, each.tensor)
         finally:
             torch.set_num_threads(threads)
         return found
 
-    def copy(self, key: str, tensor: "Tensor") -> "Tensor":
-        held = self.memory.get(key)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.memory[key] = held
-        return held.copy_(tensor, non_blocking=tensor.is_cuda)
+    def copy(self, place: "Tensor", tensor: "Tensor") -> None:
+        place.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    def _of_file(self, name: str, chunks: Mapping[str, Chunk]) -> "Tensor":
+        """Memory for them that begins at a page, so that it is written as it is."""
+        size = sum(each.tensor.nbytes for each in chunks.values()) + PAGESIZE
+        held = self.memory.get(name)
+        if held is None or len(held) != size:
+            pinned = any(each.tensor.is_cuda for each in chunks.values())
+            held = self.memory[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return held[-held.data_ptr() % PAGESIZE :]
 
     def fits(self, num_bytes: int) -> bool:
         """Whether copies of that size are there, or fit into the memory that is free."""
@@ -432,20 +444,38 @@ def write_tensors(path: Path, chunks: Mapping[str, Chunk], *, is_part: bool) -> 
     Args:
         is_part: whether other files hold other parts of the tensors.
     """
-    # The widest first, so that each begins at a multiple of its width.
-    ordered = sorted(chunks.items(), key=lambda each: -each[1].tensor.element_size())
-    offsets = {key: {"saved_offsets": list(each.offsets)} for key, each in ordered}
+    ordered = _in_order(chunks)
+    offsets = {key: {"saved_offsets": list(each.offsets)} for key, each in ordered.items()}
     about = {"format": "pt", **({_PARTS: json.dumps(offsets)} if is_part else {})}
     header: dict[str, object] = {"__metadata__": about}
     end = 0
-    for key, each in ordered:
+    for key, each in ordered.items():
         start, end = end, end + each.tensor.nbytes
         shape, dtype = list(each.tensor.shape), _DTYPES[each.tensor.dtype]
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    parts = (_bytes(each.tensor) for _, each in ordered)
-    return write_digested(path, (part for some in ([len(text).to_bytes(8, "little"), text], parts) for part in some))
+    text += b" " * (-(8 + len(text)) % PAGESIZE)
+    tensors = [each.tensor for each in ordered.values()]
+    parts = [_as_one(tensors)] if _are_one(tensors) else map(_bytes, tensors)
+    return write_digested(path, chain([len(text).to_bytes(8, "little") + text], parts))
+
+
+def _in_order(chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+    """The widest first, so that each begins at a multiple of its width."""
+    return dict(sorted(chunks.items(), key=lambda each: -each[1].tensor.element_size()))
+
+
+def _are_one(tensors: "Sequence[Tensor]") -> bool:
+    """Whether tensors lie one behind the other in one memory, as ``Staging`` has them."""
+    memories = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}
+    ends = [each.data_ptr() + each.nbytes for each in tensors if each.is_contiguous()]
+    return len(memories) == 1 and len(ends) == len(tensors) and ends[:-1] == [each.data_ptr() for each in tensors[1:]]
+
+
+def _as_one(tensors: "Sequence[Tensor]") -> memoryview:
+    memory = tensors[0].untyped_storage()
+    start, size = tensors[0].data_ptr() - memory.data_ptr(), sum(each.nbytes for each in tensors)
+    return _bytes(torch.empty(0, dtype=torch.uint8).set_(memory, start, (size,)))
 
 
 def _bytes(tensor: "Tensor") -> memoryview:

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from fcntl import F_GETFL, fcntl
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,18 @@ def test_what_is_digested_while_it_is_written_is_whole(tmp_path, monkeypatch, si
     parts = [content[:100], memoryview(content)[100 : size // 2], b"", content[max(100, size // 2) :]]
     assert digest.write_digested(tmp_path / "file", parts) == hashlib.sha256(content).hexdigest()
     assert (tmp_path / "file").read_bytes() == content
+
+
+def test_what_begins_at_a_page_is_written_without_a_copy(tmp_path):
+    memory = mmap(-1, 3 * digest._PIECE_BYTES // 2 + 5)
+    memory[:] = random.Random(0).randbytes(len(memory))
+    head = b" " * PAGESIZE
+    pieces = list(digest._pieces([head, memoryview(memory)]))
+    assert [piece.obj is memory for piece in pieces] == [False, True, True, False]
+    assert (len(pieces[0]), len(pieces[-1])) == (PAGESIZE, 5)
+    expected = hashlib.sha256(head + memory[:]).hexdigest()
+    assert digest.write_digested(tmp_path / "file", [head, memoryview(memory)]) == expected
+    assert (tmp_path / "file").read_bytes() == head + memory[:]
 
 
 class Refusing:
