@@ -57,10 +57,11 @@ def write_inputs(root: Path, *, num_rows: int = 40, num_held_out: int = 0) -> Pa
 
 
 def with_policy(root: Path, folder: Path, architecture: str) -> Path:
-    """The inputs of ``write_inputs`` with a random policy of another architecture."""
+    """The inputs of ``write_inputs`` with a random policy of another architecture, without dropout."""
     shutil.copytree(root, folder)
     shutil.rmtree(folder / "policy")
-    tiny_models.write_model(folder / "policy", architecture)
+    no_dropout = {f"{each}_pdrop": 0.0 for each in ("attn", "embd", "resid")} if architecture == "gpt2" else {}
+    tiny_models.write_model(folder / "policy", architecture, **no_dropout)
     return folder
 
 

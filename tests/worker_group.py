@@ -41,7 +41,7 @@ class Asked:
     resume_step: int | None = None
     stop_after: int | None = None
     only_first_sees: bool = False
-    weighs: bool = False  # whether the memory of each worker is measured
+    weighs: bool = False  # whether memory and bytes sent are counted
 
     def context(self, reports: list[tuple[int, Metrics]], rank: int) -> TrainContext:
         checkpoints = self.folder / "checkpoints"
@@ -181,7 +181,7 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
 
 @contextmanager
 def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
-    """Counts the memory of this process alone, at its peak over that at the start.
+    """Counts the memory of this process alone, at its peak over that at the start, and the bytes that it sends.
 
     Pages of files are not counted: the system takes them back where it needs memory. What is freed is not counted
     either: it goes back at once.
@@ -189,9 +189,17 @@ def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
     if not weighs:
         yield
         return
+    from torch.utils._python_dispatch import TorchDispatchMode
+
     gc.collect()
     free_at_once()
     start, ended = own_memory(), threading.Event()
+
+    class Sending(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            held["sent"] = held.get("sent", 0) + _sent(func, [*args, *(kwargs or {}).values(), found])
+            return found
 
     def watch() -> None:
         while not ended.wait(0.002):
@@ -200,7 +208,8 @@ def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield
+        with Sending():
+            yield
     finally:
         ended.set()
         thread.join()
@@ -216,6 +225,42 @@ def own_memory() -> int:
     """Bytes that the system cannot take back from this process: without pages of files."""
     found = dict(re.findall(r"^(RssAnon|RssShmem):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
     return 1024 * sum(map(int, found.values()))
+
+
+# Rings of the whole tensors that a collective sends: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
+_RINGS = {
+    "allreduce": 2, "all_reduce": 2, "allgather": 1, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1,
+}  # fmt: skip
+
+
+def _sent(func: Any, values: Sequence[Any]) -> int:
+    """Bytes that a worker sends in an operation that torch dispatches; of no collective 0.
+
+    Args:
+        values: what goes in and comes out.
+    """
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    name = func._schema.name.partition("::")[2].lstrip("_")
+    rings = next((each for start, each in _RINGS.items() if name.startswith(start)), 0)
+    if func.namespace not in ("c10d", "_c10d_functional") or not rings:
+        return 0
+    names = (each.name for each in func._schema.arguments)
+    group = next(value for each, value in zip(names, values, strict=False) if each in ("process_group", "group_name"))
+    workers = (_resolve_process_group(group) if isinstance(group, str) else ProcessGroup.unbox(group)).size()
+    whole = max(sum(each.nbytes for each in _tensors(value)) for value in values)
+    return rings * whole * (workers - 1) // workers
+
+
+def _tensors(found: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _tensors(each)
 
 
 @contextmanager
@@ -339,8 +384,11 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
             buffers = [each.buffer for each in zero.ipg_buckets.values()]
             known = _storages(buffers)
             grads = [each.grad for each in parameters]
-            kept = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
-            own = [getattr(zero, name, None) for name in kept]
+            kept = (
+                "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer", "accumulated_grads_in_cpu",
+            )  # fmt: skip
+            parts = getattr(zero, "single_partition_of_fp32_groups", ())  # have gradients where these are offloaded
+            own = [*(getattr(zero, name, None) for name in kept), [each.grad for each in parts]]
             apart = {place: size for place, size in _storages([grads, own]).items() if place not in known}
             peak("gradients", sum(apart.values()) + min(trained, sum(known.values())))
             weigh()

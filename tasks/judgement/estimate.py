@@ -352,8 +352,10 @@ def memory(
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
     gradients = _gradient_copies(method, resources) * copies * (weights.trained * _FLOAT - trained_split * (_FLOAT - 2))
     gradients = whole.part("gradients", gradients, method)
+    fixed = resources.micro_batch_size != "auto" and resources.accumulation_steps(method.global_batch_size)
+    if resources.sharding == "zero2_offload" and not resources.gpus_per_worker:
+        gradients *= 1 + ((fixed or passes) > 1)  # in the CPU's memory is the sum of earlier passes too
     if whole.passing and not method.adapter:
-        fixed = resources.micro_batch_size != "auto" and resources.accumulation_steps(method.global_batch_size)
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - ((fixed or passes) == 1) * whole.passing // whole.over)
     if whole.copied and ("gradients" in whole.divides or weights.trained > BUCKET_ELEMENTS):  # DeepSpeed's

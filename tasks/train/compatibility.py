@@ -756,10 +756,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="sharding-bias",
-        when={"method.adapter.bias": SET, "resources.sharding": divides_weights},
-        reason="biases are weights of the base, which are divided, and were not proven to be trained in parts",
+        when={"method.adapter.bias": SET, "method.quantization.format": SET, "resources.sharding": divides_weights},
+        reason="a divided base in few bits computes in bf16 and trains its biases in fp32, which torch does not add",
         nearest={"method.adapter.bias": None},
-        also={"method.adapter.type": "lora", "method.adapter.bias": "all", **FSDP},
+        also={
+            "method.adapter.type": "lora", "method.adapter.bias": "all", "method.quantization.format": "nf4", **FSDP,
+        },
     ),
     Rule(
         id="sharding-stack",

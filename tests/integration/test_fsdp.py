@@ -34,6 +34,7 @@ from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_minutes=None)
 LORA = Adapter(rank=4, alpha=8)
 NF4 = replace(LORA, quantization="nf4")
+BIASES = replace(LORA, bias="all")  # of GPT-2: Llama has none
 # Adam's first steps are about sign(gradient): one of 1e-9 that rounds to another sign moves a weight by the rate.
 TOLERANCE = 1e-4
 
@@ -116,8 +117,21 @@ def test_four_workers_hold_what_the_plan_predicts(
 ) -> None:
     stage = training.method(name, num_steps=2, adapter=adapter)
     resources = divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1)
-    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=resources)
-    require_predicted(asked, four_workers.train(asked)[0])
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=resources, weighs=True)
+    found = four_workers.train(asked)[0]
+    require_predicted(asked, found)
+    require_sent(asked, found, four_workers)
+
+
+def require_sent(asked: Asked, found: Done, group: WorkerGroup) -> None:
+    """A worker sends in two more steps what the plan predicts, within a tenth."""
+    longer = replace(asked.stage, num_steps=asked.stage.num_steps + 2)
+    more = group.train(replace(asked, stage=longer, folder=asked.folder.with_name("longer")))[0]
+    policy = load_file(asked.root / "policy" / "model.safetensors")
+    shapes = {name: tuple(each.shape) for name, each in policy.items()}
+    passes = asked.resources.accumulation_steps(asked.stage.global_batch_size)
+    expected = traffic(asked.stage, asked.resources, shapes, passes)
+    assert expected == pytest.approx((more.held["sent"] - found.held["sent"]) / 2, rel=0.1)
 
 
 @pytest.mark.slow
@@ -155,6 +169,23 @@ def test_any_adapter_takes_the_steps_of_one_process(
 ) -> None:
     stage = training.method("sft", num_steps=8, max_grad_norm=0.1, adapter=ALL[name])
     require_same_trajectory(Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bias", "precision"),
+    [
+        *((name, bias, "fp32") for name in ("sft", "dpo", "reward", "ppo") for bias in ("all", "lora_only")),
+        ("sft", "all", "bf16"),
+    ],
+)
+def test_biases_of_the_divided_base_take_the_steps_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, bias, precision
+) -> None:
+    own = training.with_policy(root, tmp_path / "root", "gpt2")
+    adapter = replace(LORA, bias=bias)
+    stage = training.method(name, num_steps=4, max_grad_norm=0.1, adapter=adapter, precision=precision)
+    require_same_trajectory(Asked(stage=stage, root=own, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
 
 
 @pytest.mark.slow
@@ -278,7 +309,7 @@ def test_gradients_are_added_in_bf16_where_that_is_set(root: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("sft", {}), ("sft", {"adapter": LORA}), ("sft", {"adapter": NF4}),
+        ("sft", {}), ("sft", {"adapter": LORA}), ("sft", {"adapter": NF4}), ("sft", {"adapter": BIASES}),
         ("grpo", {}), ("ppo", {}), ("ppo", {"adapter": LORA}),
     ],
 )  # fmt: skip
@@ -286,7 +317,8 @@ def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, four_workers: WorkerGroup, name: str, fields
 ) -> None:
     stage = training.method(name, num_steps=5, lr_schedule="cosine", **fields)
-    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=divided(2, save_steps=1))
+    own = training.with_policy(root, tmp_path / "root", "gpt2") if stage.adapter == BIASES else root
+    whole = Asked(stage=stage, root=own, folder=tmp_path / "whole", resources=divided(2, save_steps=1))
     unbroken = two_workers.train(whole)
     broken = replace(whole, folder=tmp_path / "broken")
     # A loop of its own is asked after its report.
