@@ -239,7 +239,7 @@ def test_of_more_than_twenty_it_is_reported_how_many_and_all_are_kept_where_that
     (leaked,) = (int(line.split()[-1]) for line in reported(out) if line.startswith("leaked rows"))
     assert leaked > 40  # rows that are alike are on both sides too
     assert [line for line in reported(out) if "--out" in line] == [
-        f"and {more} more; --out DIR keeps all of them" for more in (10, 5, leaked - 20)
+        f"and {more} more; --out DIR keeps all of them" for more in (27, 5, leaked - 20)
     ]
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "rejects.jsonl" not in page and "near_duplicates.parquet" not in page
@@ -258,7 +258,7 @@ def test_of_more_than_twenty_it_is_reported_how_many_and_all_are_kept_where_that
     assert not (kept / "rejects.jsonl").exists()  # of the call before
 
     code, _, err = call("a.jsonl", "--out", "refused", a_jsonl=lines(rows))
-    assert code == 2 and "\n  and 10 more\nall of them are in refused/rejects.jsonl; correct them" in err
+    assert code == 2 and "\n  and 27 more\nall of them are in refused/rejects.jsonl; correct them" in err
     (tmp_path / "b.html").symlink_to("nowhere/b.html")
     code, out, err = call("b.jsonl", "--html", "b.html")
     assert code == 2 and "40 read, 40 used" in out and "--html b.html: cannot be written; name a file" in err
@@ -278,7 +278,7 @@ def test_a_finished_data_stage_is_shown_as_it_reported(call, tmp_path):
         code, out, err = call(ref)
         assert (code, err) == (0, "")
         assert "rows 130 read, 100 used" in reported(out)
-        assert f"and 10 more; {relative(entry.output)}/rejects.jsonl has all of them" in reported(out)
+        assert f"and 27 more; {relative(entry.output)}/rejects.jsonl has all of them" in reported(out)
 
 
 @pytest.fixture(scope="module")
