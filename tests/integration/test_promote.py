@@ -166,17 +166,18 @@ def test_a_verdict_against_another_champion_is_refused(move, toy):
     assert move(second).event is not None  # compared with the model that it replaces
 
 
-def test_a_verdict_without_a_champion_is_refused_once_its_own_plan_has_made_one(move, toy):
+@pytest.mark.parametrize("named", [(), ("stages.gate.inputs.champion=model",)])
+def test_a_verdict_without_a_champion_is_refused_once_its_own_plan_has_made_one(move, toy, named):
     start, left = node(toy, "model"), node(toy, "left")
     move(start, force=True)
     with pytest.raises(GateError, match=rf"compared left with no champion, and alias champion names {start} now"):
         move(left)
-    result = toy("run", "--json")
+    result = toy("run", "--json", *named)
     assert result.returncode == 0, result.stderr
     states = {row["stage"]: row["state"] for row in json.loads(result.stdout)["stages"]}
     assert {name for name, state in states.items() if state != "reuse"} == {"evaluate", "gate"}
     assert move(left).event.verdict is not None
-    assert "nothing to do" in toy("run").stdout
+    assert "nothing to do" in toy("run", *named).stdout
 
 
 @pytest.mark.parametrize(
