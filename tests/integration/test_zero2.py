@@ -121,12 +121,13 @@ def large(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("sharding", ["fsdp"])
-def test_no_worker_ever_holds_the_whole_model(root: Path, large: Path, tmp_path: Path, sharding) -> None:
-    stage = training.method("sft", num_steps=2, global_batch_size=2, adapter=LORA)
-    resources = replace(PLAIN, sharding=sharding, num_workers=2, micro_batch_size=1, save_steps=1)
+def test_no_worker_ever_holds_the_whole_model(root: Path, large: Path, tmp_path: Path, sharding, num_workers) -> None:
+    stage = training.method("sft", num_steps=2, global_batch_size=num_workers, adapter=LORA)
+    resources = replace(PLAIN, sharding=sharding, num_workers=num_workers, micro_batch_size=1, save_steps=1)
     asked = Asked(stage=stage, root=root, folder=tmp_path / "imports", resources=resources)
-    with zero_group(2) as group:
+    with zero_group(num_workers) as group:
         group.train(asked)
         found = group.train(replace(asked, root=large, folder=tmp_path / "large", weighs=True))
     whole = sum(each.nbytes for each in weights(large / "policy").values())
