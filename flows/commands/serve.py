@@ -78,6 +78,16 @@ def _close_dead(pipelines: "Sequence[Pipeline]") -> None:
                     notify_of(each, flow.flow_run, "crashed", flow.message)
 
 
+def _refused(pipeline: "Pipeline | None") -> str:
+    """Why the runs of a pipeline that starts by itself would fail; empty: they would not, or a person starts them."""
+    from flows.planning.plan import refusal_of
+
+    if pipeline is None or not (pipeline.operation.schedule or pipeline.operation.trigger):
+        return ""
+    refused = refusal_of(pipeline)
+    return f"  its runs will fail: the plan refuses it: {refused}" if refused else ""
+
+
 def _serve(
     preset: "Preset", pipelines: "Sequence[Declared]", deployed: "Mapping[str, Pipeline]", options: argparse.Namespace
 ) -> None:
@@ -88,7 +98,7 @@ def _serve(
     os.environ.update(preset.environment)  # for the processes of the runs
     runner = register(pipelines, preset, options.name, options.limit)
     for each in pipelines:
-        problem = f"  needs overrides: {each.problem}" if each.problem else ""
+        problem = f"  needs overrides: {each.problem}" if each.problem else _refused(each.pipeline)
         print(f"{each.name}/{options.name}{problem}", flush=True)
     api = os.environ.get("PREFECT_API_URL")
     where = prefix_of_command(api) if api else ""

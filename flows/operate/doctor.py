@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flows.prefect.address import ask_prefect, authorization, is_loopback, prefect_settings, status_of
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.remote_files import request
 from lineage.mlflow.address import is_server, schema_fault, shown, sqlite_file, tracking_uri
 from lineage.record.environment import run_answering
@@ -101,6 +101,7 @@ def _judged(
 def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Finding]:
     """All findings; with an invalid configuration, only those on the machine and the environment."""
     from flows.declare.config import load_pipeline
+    from flows.planning.plan import refusal_of
 
     pipeline, uri, refused = None, None, None
     try:
@@ -119,7 +120,7 @@ def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Find
         setting = "tracking.uri" if pipeline and pipeline.tracking.uri else "MLFLOW_TRACKING_URI"
         yield check_mlflow(uri, setting, os.environ)
     yield check_ray(os.environ.get("RAY_ADDRESS", ""))
-    yield from check_configuration(refused, overrides, config_dir)
+    yield from check_configuration(refused or (refusal_of(pipeline) if pipeline else None), overrides, config_dir)
 
 
 def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
@@ -494,9 +495,9 @@ def _answer(check: str, named: str, reply: int | str, admit: str, start: str) ->
 
 
 def check_configuration(
-    refused: ConfigError | None, overrides: Sequence[str], config_dir: Path | None
+    refused: PipelineError | None, overrides: Sequence[str], config_dir: Path | None
 ) -> Iterator[Finding]:
-    """Checks that the configuration is valid and its environment variables are set."""
+    """Checks that a run would accept the configuration, and that its environment variables are set."""
     from omegaconf.errors import InterpolationResolutionError
 
     from flows.declare.config import composed_files

@@ -37,6 +37,7 @@ from flows.planning.staleness import (
     state_of,
 )
 from lineage.artifact import SOURCE, Source
+from lineage.errors import PipelineError
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.record.metrics_file import SCORES_FILE
@@ -266,6 +267,15 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
+
+
+def refusal_of(pipeline: Pipeline) -> PipelineError | None:
+    """Why a run of a pipeline would be refused before its first stage; None: it would not."""
+    try:
+        make_plan(pipeline)
+    except PipelineError as error:
+        return error
+    return None
 
 
 def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:

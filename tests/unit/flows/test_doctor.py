@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from flows.commands import doctor as command
+from flows.commands import serve
+from flows.declare.config import load_pipeline
 from flows.operate import doctor
 from flows.operate.doctor import Finding
 from flows.stages.resources import Cluster, Node
@@ -317,7 +319,8 @@ def test_the_command_counts_and_exits(monkeypatch, capsys, findings, last, code)
      (["tracking.uri=${oc.env:ABSENT}", "store=${oc.env:OTHER}", "notify=null"], ["ABSENT", "OTHER"], ""),
      (["stages.sft.method.betta=1"], [], "betta"), (["tracking.uri=${nope.x}"], [], "nope.x"),
      (["tracking.uri=file:mlruns"], [], "is no address of an MLflow"), (["model=nonesuch"], [], "no such model"),
-     (["--config-dir", "model=broken"], [], "broken")],
+     (["--config-dir", "model=broken"], [], "broken"),
+     (["sources.corpus.path=gone.jsonl", "store=x"], [], "no such file or directory")],
 )  # fmt: skip
 def test_a_configuration_that_a_run_would_refuse_is_found(tmp_path, monkeypatch, overrides, absent, refusal):
     monkeypatch.chdir(tmp_path)
@@ -332,6 +335,14 @@ def test_a_configuration_that_a_run_would_refuse_is_found(tmp_path, monkeypatch,
     assert names == absent
     refusals = [text for check, _, text in found if check == "configuration"]
     assert len(refusals) == bool(refusal) and all(refusal in text for text in refusals)
+
+
+def test_serve_names_a_pipeline_that_starts_by_itself_where_the_plan_refuses_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = ["sources.corpus.path=gone.jsonl", "store=x"]
+    assert serve._refused(load_pipeline(wrong)) == ""
+    refused = serve._refused(load_pipeline([*wrong, "schedule={interval: 3600}"]))
+    assert refused.startswith("  its runs will fail: the plan refuses it: sources.corpus.path=gone.jsonl")
 
 
 def test_a_cluster_that_refuses_says_why_and_what_to_do(monkeypatch):
