@@ -25,6 +25,8 @@ class Event:
         stage: the stage that produced it.
         verdict: fingerprint of the gate's output that a promotion is based on.
         forced: promoted without a passing verdict.
+        rules: what the gates asked that passed it: ``gate@digits RULE: demand``.
+        eased: by which of them an earlier verdict refused it that are gone, or less strict, since the file says so.
         labels: licence and consent labels of the model and all its ancestors.
         commercial: whether the alias was marked commercial.
         time: seconds since the epoch.
@@ -39,6 +41,8 @@ class Event:
     stage: str | None = None
     verdict: str | None = None
     forced: bool = False
+    rules: list[str] = field(default_factory=list)
+    eased: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     commercial: bool = False
     time: float = field(default_factory=time.time)

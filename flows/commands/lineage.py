@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides, known_refs, recorded_cli_args, write_output
@@ -18,21 +19,24 @@ def add_lineage(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lineage(options: argparse.Namespace) -> int:
-    from flows.reports.lineage import ancestry_tree
+    from flows.reports.lineage import ancestry_tree, moves_text
+    from lineage.artifact import ALIAS
     from lineage.graph.ancestry import ancestry
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
+    from lineage.promotions import read_events
 
     with Index(asked_store(options.overrides, options.config_dir)) as index:
         graph = ancestry(index, resolve(options.ref, index).node)
+        moves = [each for each in read_events(index.store) if each.alias and ALIAS + each.alias == options.ref]
     if options.html:
         from flows.reports.page import render
 
         write_output(options.html, render(graph.to_dict(options.ref)))
     if options.json:
-        print(json.dumps(graph.to_dict(options.ref), indent=2))
+        print(json.dumps({**graph.to_dict(options.ref), "moves": [asdict(each) for each in moves]}, indent=2))
     else:
-        print(f"wrote {relative(options.html)}" if options.html else ancestry_tree(graph))
+        print(f"wrote {relative(options.html)}" if options.html else ancestry_tree(graph) + moves_text(moves))
     return 0
 
 

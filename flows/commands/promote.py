@@ -223,6 +223,8 @@ def _report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
         return
     forced = " (forced: no passing verdict)" if moved.event.forced else ""
     print(f"alias {moved.alias}: {before or 'nothing'} -> {model}{forced}: {relative(moved.entry.output)}")
+    if moved.event.action == "promote":
+        print("\n".join([*(f"  passed {each}" for each in moved.event.rules), *map(_eased, moved.event.eased)]))
 
 
 def _moved_dict(moved: "Moved", model: str) -> dict[str, object]:
@@ -236,10 +238,16 @@ def _moved_dict(moved: "Moved", model: str) -> dict[str, object]:
         "before": _name(moved.before),
         "verdict": event.verdict if event else None,
         "forced": event.forced if event else False,
+        "rules": event.rules if event else [],
+        "eased": event.eased if event else [],
         "labels": event.labels if event else [],
         "who": event.who if event else None,
         "why": event.why if event else None,
     }
+
+
+def _eased(rule: str) -> str:
+    return f"  refused before by a rule that is gone or less strict now, as the pipeline's file declares: {rule}"
 
 
 def _name(event: "Event | None") -> str | None:

@@ -1,10 +1,12 @@
 """Promotion and rollback of an alias, subject to the newest verdicts and to licences."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan
 from flows.planning.verdicts import Judgement, judgements, refusals
@@ -21,17 +23,38 @@ from lineage.record.labels import Statement, record_labels, who
 from lineage.record.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
 from lineage.source.sources import is_unchanged
 from lineage.store import Entry, Manifest, Store
+from tasks.gate import Gate
+from tasks.gate.rule import Rule
 
 _FORCE = "or promote with --force, which is recorded"
 
 
-def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[Event], *, force: bool) -> str | None:
-    """Fingerprint of the newest verdict that allows a promotion; None: the promotion is forced.
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What lets a model be promoted.
+
+    Args:
+        verdict: fingerprint of the newest verdict; None: the promotion is forced.
+        rules: ``gate@digits RULE: demand`` of each rule that it passed.
+        eased: the same of each rule by which an earlier verdict refused it, and that is gone or less strict now.
+    """
+
+    verdict: str | None = None
+    rules: list[str] = field(default_factory=list)
+    eased: list[str] = field(default_factory=list)
+
+
+def require_verdict(
+    index: Index, model: Manifest, alias: str, events: Sequence[Event], pipeline: Pipeline, *, force: bool
+) -> Passed:
+    """The newest verdicts, if they allow a promotion.
 
     Raises:
-        GateError: unless forced: there is no verdict, a gate refuses or has compared with another champion, or a person
-            has rejected the model.
+        GateError: unless forced: there is no verdict, a gate refuses or has compared with another champion, or passes
+            by easier rules than are declared what it refused before, or a person has rejected the model.
     """
+    rules: list[str] = []
+    eased: list[str] = []
     try:
         judges = _judges(index, model)
         _refuse_rejected(index, judges, model, events)
@@ -41,11 +64,63 @@ def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[
                 again = f"posttrain run of pipeline {found.pipeline}, its champion source at that alias, compares again"
                 raise GateError(f"{reason}; {again}, {_FORCE}")
             _require_pass(index, found, verdict, events)
+            rules += [f"{found.id} {rule.rule}: {rule.demand}" for rule in verdict.rules]
+            eased += (easier := _eased(index, judges, found, model))
+            if easier and not _is_declared(index, found, pipeline):
+                raise GateError(
+                    f"{found.id} passes {verdict.candidate.name} only since rules by which it was refused are gone or "
+                    f"less strict: {'; '.join(easier)}; the file of pipeline={found.pipeline} does not declare "
+                    "the new rules (read with the overrides of promote, but those of stages); declare them there, "
+                    f"{_FORCE}"
+                )
     except GateError:
         if force:
-            return None
+            return Passed()
         raise
-    return newest[0][0].fingerprint
+    return Passed(verdict=newest[0][0].fingerprint, rules=rules, eased=eased)
+
+
+def _eased(index: Index, judges: Sequence[Indexed], found: Indexed, model: Manifest) -> list[str]:
+    """By which rules earlier verdicts of this gate refused the model that this one lacks, or has less strict."""
+    now = _gate(index, found)
+    eased: dict[str, str] = {}
+    for other in judges:
+        if (other.pipeline, other.stage) != (found.pipeline, found.stage) or other.end >= found.end:
+            continue
+        verdict, before = _verdict_on(index, other, model), _gate(index, other)
+        if verdict is None or verdict.result != "refuse" or now is None or before is None:
+            continue
+        for rule in verdict.rules:
+            decided = rule.outcome == "worse" or (rule.outcome == "inconclusive" and before.inconclusive == "refuse")
+            if decided and not now.asks_as_much(before, rule.rule.partition("/")[0]):
+                eased.setdefault(rule.rule, f"{other.id} {rule.rule}: {rule.demand}")
+    return list(eased.values())
+
+
+def _gate(index: Index, verdict: Indexed) -> Gate | None:
+    """The gate of a verdict, by what its manifest has of it; None: it is a method of the user's own."""
+    manifest = index.entry(verdict.id).manifest()
+    recipe = json.loads(json.dumps(manifest.recipe if manifest else {}))
+    if recipe.get("method") != Gate.name():
+        return None
+    rules = {name: Rule(**rule) for name, rule in recipe["rules"].items()}
+    return Gate(rules=rules, inconclusive=recipe["inconclusive"], confidence=recipe["confidence"])
+
+
+def _is_declared(index: Index, found: Indexed, pipeline: Pipeline) -> bool:
+    """Whether its pipeline's file has the rules of a verdict now, without what a command overrode of stages."""
+    kept = [each for each in pipeline.overrides or () if not each.lstrip("~+").startswith(("stage", "pipeline="))]
+    try:
+        stage = load_pipeline([f"pipeline={found.pipeline}", *kept], pipeline.config_dir).stages.get(found.stage)
+    except ConfigError:  # it has no such file
+        return False
+    judged, method = _gate(index, found), stage.method if stage else None
+    if judged is None or not isinstance(method, Gate):
+        return False
+    return all(
+        method.asks_as_much(judged, name) and judged.asks_as_much(method, name)
+        for name in {**method.rules, **judged.rules}
+    )
 
 
 def _judges(index: Index, model: Manifest) -> list[Indexed]:
@@ -254,11 +329,11 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
             before = next(reversed(stacks(events).get(alias, [])), None)
             if before and _is_of(before, manifest):
                 return Moved(alias=alias, entry=found.entry, manifest=manifest, event=None, before=before)
-            verdict = require_verdict(index, manifest, alias, events, force=force)
+            passed = require_verdict(index, manifest, alias, events, pipeline, force=force)
             event = Event(
                 action="promote", alias=alias, fingerprint=manifest.fingerprint, digest=manifest.output_digest,
-                stage=manifest.stage, who=who(), why=why, verdict=verdict, forced=force and verdict is None,
-                labels=labels, commercial=commercial,
+                stage=manifest.stage, who=who(), why=why, verdict=passed.verdict, forced=passed.verdict is None,
+                labels=labels, commercial=commercial, rules=passed.rules, eased=passed.eased,
             )  # fmt: skip
             append(pipeline.store, event)
     return Moved(alias=alias, entry=found.entry, manifest=manifest, event=event, before=before)

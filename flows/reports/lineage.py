@@ -2,13 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from flows.reports.wording import printable, spelled
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
+from lineage.promotions import Event
 from lineage.record.certificate import read_certificate
 from lineage.record.metrics_file import headline_metric
 from lineage.store import Manifest, Provenance
@@ -23,6 +24,17 @@ def ancestry_tree(graph: Graph) -> str:
     lines = list(_block(graph, graph.root, slot="", indent="", below="", shown=set()))
     environment = list(_environment(graph))
     return "\n".join(map(printable, [*lines, "", *environment] if environment else lines))
+
+
+def moves_text(moves: Sequence[Event]) -> str:
+    """Which models an alias named, the newest first: when, since which move, by whom, and why; empty: no moves."""
+    lines = [
+        f"{datetime.fromtimestamp(each.time).strftime('%Y-%m-%d %H:%M')}  {each.action} to "
+        f"{each.stage}@{short(each.fingerprint)} by {each.who}{', forced' if each.forced else ''}"
+        f"{f': {each.why}' if each.why else ''}"
+        for each in reversed(moves)
+    ]
+    return "\n".join(map(printable, ["", "", f"moves of alias {moves[0].alias}:", *lines])) if moves else ""
 
 
 def _block(graph: Graph, name: str, slot: str, indent: str, below: str, shown: set[str]) -> Iterator[str]:

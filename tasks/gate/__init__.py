@@ -110,6 +110,13 @@ class Gate(Method):
         (ctx.output_dir / VERDICT_TABLE).write_text(f"{verdict_table(verdict)}{tested}\n", encoding="utf-8")
         return _metrics(verdict)
 
+    def asks_as_much(self, before: "Gate", rule: str) -> bool:
+        """Whether it asks of a rule at least what an earlier gate asked."""
+        is_decided = self.inconclusive == "refuse" or before.inconclusive == "promote"
+        old, new = before.rules.get(rule), self.rules.get(rule)
+        strict = old is None or (new is not None and new.is_as_strict_as(old))
+        return strict and is_decided and self.confidence >= before.confidence
+
     def require_tested(self, stubs: Stubs, only: str | None = None) -> None:
         """Judges stubs by the rules, or by one of them.
 
@@ -216,14 +223,17 @@ def verdict_table(verdict: Verdict) -> str:
     champion = f", champion {_model(verdict.champion)}" if verdict.champion else ""
     reports = f"{verdict.num_reports} reports" if verdict.num_reports > 1 else "one report"
     asked = " if a person approves it" if verdict.approval == "required" and verdict.result == "pass" else ""
-    head = f"**{verdict.result}**{asked}: {_model(verdict.candidate)}{champion}"
+    head = f"{verdict.result}{asked}: {_model(verdict.candidate)}{champion}"
     foot = f"Intervals have confidence {verdict.confidence:g}: paired bootstrap over rows, {reports}."
+    if any(rule.against and rule.estimate is not None for rule in verdict.rules):
+        foot += " Estimates with a sign are gains: below 0 the candidate is worse (of a perplexity, -0.1 is 10 %)."
     return f"{head}\n\n{table_of(_TITLES, [_row(rule) for rule in verdict.rules])}\n{foot}\n"
 
 
 def _row(rule: RuleResult) -> list[str]:
     values = ["" if value is None else f"{value:.4g}" for value in (rule.candidate, rule.baseline)]
-    return [rule.rule, rule.demand, rule.outcome, *values, interval_text(rule)]
+    outcome = rule.outcome if rule.candidate is not None or rule.outcome != "better" else "passes"  # without a champion
+    return [rule.rule, rule.demand, outcome, *values, interval_text(rule)]
 
 
 def _model(judged: Judged) -> str:

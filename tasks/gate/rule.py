@@ -71,6 +71,14 @@ class Rule(Setting):
                 "at_least and at_most take none"
             )
 
+    def is_as_strict_as(self, other: "Rule") -> bool:
+        """Whether it is the same rule with the same bound, or a narrower one."""
+        (bound,) = self._bounds()
+        mine, others = getattr(self, bound), getattr(other, bound)
+        if others is None or replace(self, **{bound: others}) != other:
+            return False
+        return bool(mine >= others if bound in ("at_least", "min_gain") else mine <= others)
+
     def is_on(self, metric: str) -> bool:
         """Whether it is on a metric."""
         return metric == self.metric or (self.metric.endswith("*") and metric.startswith(self.metric[:-1]))

@@ -73,7 +73,7 @@ def test_a_refused_gate_ends_the_run_with_3_fresh_or_reused(toy):
         assert result.returncode == 3
         assert "refuses left:\n  beats_parent: worse: candidate's accuracy gains more than 0" in result.stderr
         assert "Traceback" not in result.stderr
-    assert "**refuse**" in fresh.stdout
+    assert "refuse: left@" in fresh.stdout
     rows = {row["stage"]: row for row in json.loads(reused.stdout)["stages"]}
     assert {row["state"] for row in rows.values()} == {"reuse"}
     assert rows["gate"]["metrics"]["passed"] == 0
@@ -103,6 +103,13 @@ def test_promote_and_rollback_from_the_command_line(toy):
     again = toy("rollback", "--alias", "champion", *arguments)
     assert again.returncode == 2 and "there is no previous model" in again.stderr
     assert [event.action for event in read_events(toy.folder / "artifacts")] == ["promote", "promote", "rollback"]
+    asked = ("lineage", "alias:champion", "--config-dir", str(CONF), "store=artifacts")
+    moves = toy(*asked).stdout.partition("moves of alias champion:\n")[2].splitlines()
+    assert [line[18:].partition(" by ")[0] for line in moves] == [
+        f"rollback to {first}", f"promote to {second}", f"promote to {first}",
+    ]  # fmt: skip
+    assert moves[-1].endswith(": the first")
+    assert [each["why"] for each in json.loads(toy(*asked, "--json").stdout)["moves"]] == ["the first", "", ""]
 
 
 def test_a_model_needs_a_passing_verdict_or_force(move, toy):
@@ -152,6 +159,32 @@ def test_one_changed_byte_is_refused(move, toy, force):
     with pytest.raises(ArtifactError, match=r"model\.txt has SHA-256"):  # nor is it rolled back to
         move(None)
     assert len(read_events(toy.folder / "artifacts")) == 2
+
+
+def test_a_refused_model_passes_by_easier_rules_only_where_its_file_declares_them(move, toy, tmp_path):
+    name, conf = node(toy, "left", *WORSE), tmp_path / "conf"
+    rule = "stages.gate.method.rules.beats_parent"
+    assert toy("run", *WORSE, f"{rule}.min_gain=0.9").returncode == 3  # narrower rules are no way around it
+    dropped = toy("run", *WORSE, f"~{rule}")
+    assert dropped.returncode == 0, dropped.stderr
+    with pytest.raises(GateError, match=r"passes left only since rules .* beats_parent: .*more than 0.* --force"):
+        move(name, "released", *WORSE, f"~{rule}")
+    forced = move(name, "tried", force=True).event
+    assert (forced.forced, forced.verdict, forced.rules) == (True, None, [])
+
+    shutil.copytree(CONF, conf)
+    file = conf / "pipeline/toy-gated.yaml"
+    text = file.read_text()
+    line = next(each for each in text.splitlines() if "beats_parent" in each)
+    file.write_text(text.replace(f"{line}\n", ""))
+    arguments = ("--config-dir", str(conf), *BASE, "tracking=none")
+    moved = toy("promote", name, "--alias", "released", *arguments)
+    assert moved.returncode == 0, moved.stderr
+    assert "keeps_champion: " in moved.stdout
+    assert "refused before by a rule that is gone or less strict now" in moved.stdout
+    [event] = [each for each in read_events(toy.folder / "artifacts") if each.alias == "released"]
+    assert [each.partition(" ")[2].partition(":")[0] for each in event.rules] == ["keeps_champion"]
+    assert not event.forced and event.verdict and {each.split()[1] for each in event.eased} == {"beats_parent:"}
 
 
 def test_a_verdict_against_another_champion_is_refused(move, toy):

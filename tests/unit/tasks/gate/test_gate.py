@@ -130,13 +130,15 @@ def test_the_evidence_is_in_the_verdict(tmp_path, inputs):
     assert result.num_rows == 40
     assert (verdict.candidate.fingerprint, verdict.candidate.digest) == ("fp-dpo", "d-dpo")
     table = (tmp_path / "output" / "verdict.md").read_text()
-    assert "**pass**: dpo@fp-dpo" in table and "+0.25 [+0." in table
+    assert "pass: dpo@fp-dpo" in table and "+0.25 [+0." in table
+    assert "Estimates with a sign are gains" in table
 
 
 def test_a_champion_is_compared_and_its_alias_recorded(tmp_path, inputs):
     rule = {"metric": "accuracy", "against": "champion", "min_gain": 0.0}
     without = judge(tmp_path, inputs, **rule)
     assert (without.result, without.rules[0].note, without.champion) == ("pass", "no champion yet", None)
+    assert " passes " in (tmp_path / "output" / "verdict.md").read_text()  # it is better than none
     source = Source(path="alias:champion", kind=Kind.CHECKPOINT)
     compared = judge(tmp_path, {**inputs, "champion": model("old", "source:champion", source)}, **rule)
     assert compared.rules[0].outcome == "inconclusive"  # one row of forty
