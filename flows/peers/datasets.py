@@ -1,9 +1,9 @@
-"""The rows and the base that a peer's configuration names, as sources, and rewards; the draft of a pipeline."""
+"""The rows and the base that a peer's file names, as sources, and rewards; the draft of a pipeline, and its file."""
 
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.source.model_files import read_json
 from lineage.source.source_checks import is_hub_id
 from lineage.source.sources import local_paths
-from tasks.data.formats.turns import THOUGHTS
+from tasks.data.formats.turns import ROLES, THOUGHTS
 from tasks.data.preparing.options import Prepare
+from tasks.model.chat_template import template_text
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
@@ -66,6 +68,7 @@ class Draft:
     differs: dict[str, str] = field(default_factory=dict)
     assumed: set[str] = field(default_factory=set)
     seen: Values = field(default_factory=dict)  # what several keys decide together
+    template: tuple[str, str] = ("", "")  # the key and the name of the chat template
 
     def set(self, key: str, path: str, value: object) -> None:
         """Sets ``method.optimizer.name`` and the like."""
@@ -108,9 +111,14 @@ def _of_factory(draft: Draft, flat: Values, folder: Path) -> None:
         columns = {str(key): str(value) for key, value in section(info.get("columns"), "columns").items()}
         ours = {"prompt": "instruction", "query": "input", "response": "output"}
         renamed = {ours.get(key, key): value for key, value in columns.items() if ours.get(key, key) != value}
-        known = {key: value for key, value in renamed.items() if key not in ("messages", "chosen", "rejected", "tools")}
-        if known and info.get("formatting", "alpaca") == "alpaca" and not info.get("ranking"):
-            source["columns"] = known
+        if info.get("formatting", "alpaca") == "alpaca" and not info.get("ranking"):
+            renamed.pop("messages", None)
+        else:
+            tags = {"role_tag": "from", "content_tag": "value", **section(info.get("tags"), "tags")}
+            renamed = {key: value for key, value in renamed.items() if key not in ours.values()}
+            renamed |= _turns(draft, f"dataset.{name}.tags", renamed.pop("messages", None), tags)
+        if renamed:
+            source["columns"] = renamed
         draft.rows.append({"name": name, **source})
         draft.mapped[f"dataset.{name}"] = f"sources.{slug(name)}.path={source['path']}"
     for key in ("eval_dataset", "tokenized_path", "interleave_probs", "mix_strategy"):
@@ -118,6 +126,21 @@ def _of_factory(draft: Draft, flat: Values, folder: Path) -> None:
             draft.refuse(
                 key, flat.pop(key), "val_size sets rows aside here; mixtures are proportions of the data stage"
             )
+
+
+_OWN_TURNS = {("from", "value"): "conversations", ("role", "content"): "messages"}  # keys of a turn -> our column
+
+
+def _turns(draft: Draft, where: str, column: str | None, tags: Mapping[str, object]) -> dict[str, str]:
+    """The column of turns by our name, where its own differs; refuses names of keys and of roles that are not read."""
+    ours = _OWN_TURNS.get((str(tags["role_tag"]), str(tags["content_tag"])))
+    roles = [str(each) for name, each in tags.items() if name not in ("role_tag", "content_tag")]
+    if ours is None or (unknown := [each for each in roles if each.lower() not in ROLES]):
+        found = {key: value for key, value in tags.items() if ours is None or value in unknown}
+        draft.refuse(where, found, f"turns with from and value, or role and content, and the roles {', '.join(ROLES)} "
+                     "are read; rename them in the rows")  # fmt: skip
+        return {}
+    return {ours: column} if column and column not in _OWN_TURNS.values() else {}
 
 
 def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
@@ -141,10 +164,11 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
             source |= {"split": node.pop("split")} if node.get("split") else {}
             source |= {"subset": node.pop("name")} if node.get("name") else {}
             columns = {
-                "field": "text", "text_column": "text", "field_messages": "messages", "field_chosen": "chosen",
-                "field_rejected": "rejected",
+                "field": "text", "text_column": "text", "field_chosen": "chosen", "field_rejected": "rejected",
+                "field_tools": "tools",
             }  # fmt: skip
             found = {ours: str(node.pop(theirs)) for theirs, ours in columns.items() if node.get(theirs)}
+            found |= _turns_of_axolotl(draft, where, node)
             source |= {"columns": {ours: value for ours, value in found.items() if ours != value}} if found else {}
             source = {name: value for name, value in source.items() if value != {}}
             _skip_recognised(draft, where, node)
@@ -154,12 +178,36 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
         draft.refuse("test_datasets", flat.pop("test_datasets"), "val_set_size sets rows aside here")
 
 
+def _turns_of_axolotl(draft: Draft, where: str, node: Values) -> dict[str, str]:
+    """The column of turns; their keys and roles are recognised where formats of rows have them."""
+    mapping = section(node.pop("message_property_mappings", None), f"{where}.message_property_mappings")
+    tags = {"role_tag": mapping.pop("role", None) or node.pop("message_field_role", None)}
+    tags["content_tag"] = mapping.pop("content", None) or node.pop("message_field_content", None)
+    roles = section(node.pop("roles", None), f"{where}.roles")
+    names = {f"{role}_tag": each for role, many in roles.items() for each in as_list(many)}
+    is_named = any(tags.values())
+    if not is_named:  # by the rows themselves
+        tags = dict(zip(tags, ("role", "content"), strict=True))
+    for name in (*(["message_property_mappings"] if is_named else []), *(["roles"] if roles else [])):
+        draft.skip(f"{where}.{name}", "turns with from and value, or role and content, are recognised, and their roles")
+    for name, value in mapping.items():
+        if name != value:
+            draft.refuse(f"{where}.message_property_mappings.{name}", value, "rename the key in the rows")
+    column = node.pop("field_messages", None)
+    return _turns(draft, where, str(column) if column else None, {**tags, **names})
+
+
 def _skip_recognised(draft: Draft, where: str, node: Values) -> None:
     """Skips what formats of rows say themselves, and refuses the rest."""
-    for name in ("ds_type", "train_on_split", "shards", "message_property_mappings", "roles", "roles_to_train",
-                 "message_field_role", "message_field_content", "chat_template", "train_on_eos"):  # fmt: skip
+    for name in ("ds_type", "train_on_split", "shards"):
         if node.pop(name, None) is not None:
-            draft.skip(f"{where}.{name}", "formats of rows are recognised; all answers are trained")
+            draft.skip(f"{where}.{name}", "formats of rows are recognised")
+    for name, same in (("roles_to_train", ["assistant"]), ("train_on_eos", ["turn"]), ("train_on_eot", ["turn"])):
+        if name in node and as_list(node[name]) in ([], same, ["gpt"] if same == ["assistant"] else same):
+            draft.skip(f"{where}.{name}", "each answer is trained, and the token that ends it")
+            del node[name]
+    if (template := node.pop("chat_template", None)) is not None:
+        draft.template = (f"{where}.chat_template", str(template))
     for name in ("field_thinking", "template_thinking_key"):
         if node.get(name) in THOUGHTS:
             draft.skip(f"{where}.{name}", "it is read, as the template takes it")
@@ -312,6 +360,94 @@ def finish_rewards(draft: Draft) -> None:
             rewards[str(name)] = {**section(rewards[str(name)], str(name)), "weight": weight}
 
 
+# Templates of LLaMA-Factory and axolotl -> ours, or TRL's, that write the same turns.
+_TEMPLATES = {
+    "chatml": "chatml", "llama3": "llama3", "qwen": "qwen2_5", "qwen_25": "qwen2_5", "qwen3": "qwen3", "phi": "phi3",
+    "phi_3": "phi3", "phi_35": "phi3_5",
+}  # fmt: skip
+_OWN_TEMPLATE = "tokenizer_default"
+
+
+def _own_template(draft: Draft) -> str | None:
+    """The chat template of a base on this machine; None: it has none, or is not here."""
+    from tasks.model.merging import template_of
+
+    folder = local_paths(str(draft.base.get("base_model", draft.base.get("path", ""))))
+    return template_of(folder[0]) if folder and folder[0].is_dir() else None
+
+
+def _writes_same(own: str, ours: str) -> bool:
+    """Whether two templates write the same turns, with and without a system prompt."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    turns = [{"role": role, "content": f"a {role}."} for role in ("system", "user", "assistant", "user", "assistant")]
+    rendering = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    try:
+        first, second = (
+            [rendering.from_string(text).render(messages=each, bos_token="").strip() for each in (turns, turns[1:])]
+            for text in (own, template_text(ours))
+        )
+    except (TemplateError, TypeError):
+        return False
+    return first == second
+
+
+def finish_template(draft: Draft) -> None:
+    """The chat template, where the model's own does not write the same turns."""
+    key, value = draft.template
+    own = _own_template(draft)
+    value = value.removeprefix(f"{_OWN_TEMPLATE}_fallback_") if own is None else value
+    ours = _TEMPLATES.get(value)
+    if not value or "chat_template" in draft.base:
+        return
+    if draft.stage == "cpt" or value == "jinja":
+        draft.skip(key, "documents have no turns" if draft.stage == "cpt" else "chat_template_jinja has it")
+    elif value.startswith(_OWN_TEMPLATE):
+        draft.skip(key, "the model's own chat template is rendered")
+    elif ours and own and _writes_same(own, ours):
+        draft.skip(key, "the model's own chat template writes the same turns")
+    elif ours:
+        draft.set(key, "base.chat_template", ours)
+    else:
+        draft.differs[f"{key}={value}"] = (
+            "check: there is no template of this name here, and the model's own is rendered; posttrain data FILE "
+            "model=DIRECTORY shows the tokens; another one: sources.base.chat_template=FILE.jinja"
+        )
+        draft.skip(key, "it has no template of this name here: differs, below")
+
+
+def finish_factory(draft: Draft) -> None:
+    """What LLaMA-Factory does otherwise with the same keys."""
+    if draft.peer != "llamafactory":
+        return
+    if draft.stage == "sft" and "packing" in draft.method and "neat_packing" not in draft.mapped:
+        draft.differs["packing"] = "without neat_packing, rows of a pack see each other there; here they do not"
+    if "cutoff_len" in draft.mapped and draft.stage != "cpt":
+        draft.mapped["cutoff_len"] += "  (of a longer row the end is cut here; there, of each turn)"
+
+
+def finish_trained_on(draft: Draft) -> None:
+    """An adapter that the peer trains on, by its own files where they are here."""
+    key, method = str(draft.seen.get("trains_on", "")), draft.method
+    if not key or draft.seen.get("new_adapter") or not draft.seen.get("adapter"):
+        return
+    adapter, folder = method["adapter"], local_paths(str(draft.base["path"]))
+    assert isinstance(adapter, dict)
+    saved = read_json(folder[0], "adapter_config.json") if folder else None
+    for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+        if isinstance(saved, dict) and (found := saved.get(theirs)):
+            adapter[ours] = ",".join(sorted(map(str, found))) if isinstance(found, list) else found
+            draft.mapped[f"lora_{theirs.removeprefix('lora_')}"] = f"method.adapter.{ours}={json.dumps(adapter[ours])}"
+    method["adapter_in"] = "continue"
+    draft.mapped[key] += ", method.adapter_in=continue"
+    if draft.peer == "llamafactory" and draft.stage in ("dpo", "kto"):
+        draft.differs[key] = (
+            "the same adapter is trained on, but the reference there is the base alone, and here the base with the "
+            "adapter as it was"
+        )
+
+
 NO_PAD = "batches have no padding, or it is masked: no token is needed for it"
 
 
@@ -337,6 +473,7 @@ def set_adapter(draft: Draft, key: str, value: object) -> None:
         draft.base["base_model"] = draft.base["path"]
         draft.mapped = {each: ours.replace("base.path=", "base.base_model=") for each, ours in draft.mapped.items()}
     draft.set(key, "base.path", value)
+    draft.seen["trains_on"] = key
 
 
 READERS = {"llamafactory": _of_factory, "axolotl": _of_axolotl, "trl": _of_trl, "oumi": _of_oumi}
@@ -460,3 +597,51 @@ def mends(pipeline: "Pipeline") -> list[str]:
         except PipelineError as error:
             found.append(str(error))
     return found
+
+
+def part(node: Values, key: str) -> Values:
+    found = node[key]
+    assert isinstance(found, dict)
+    return found
+
+
+def pipeline_of(draft: Draft, name: str, comments: Sequence[str], fields: Sequence[str] = ()) -> str:
+    """The pipeline file: one stage that prepares the rows, and the training.
+
+    Args:
+        fields: overrides of fields, which come last.
+    """
+    kind, slot = STAGES[draft.stage]
+    names = list[str]()
+    for each in draft.rows:
+        wished = slug(str(each["name"]))
+        names.append(wished if wished not in (*names, "base") else f"{wished}-{len(names) + 1}")
+    rows = {
+        own: {key: value for key, value in each.items() if key != "name"}
+        for own, each in zip(names, draft.rows, strict=True)
+    }
+    inputs = {"rows" if at == 0 else own: f"source:{own}" for at, own in enumerate(names)}
+    training: Values = {
+        "inputs": {"policy": "base", slot: "data"},
+        "method": draft.method,
+        "resources": draft.resources,
+    }
+    tree: Values = {
+        "defaults": [
+            {"/stage@stages.data.method": kind},
+            {f"/stage@stages.{draft.stage}.method": draft.stage},
+            "_self_",
+        ],
+        "name": name,
+        "sources": {"base": {"kind": "checkpoint", **draft.base}, **rows},
+        "stages": {"data": {"inputs": inputs, "method": draft.data}, draft.stage: training},
+    }
+    for key, _, value in (each.lstrip("+").partition("=") for each in fields):
+        *parents, last = key.split(".")
+        node: Values = tree
+        for parent in parents:
+            node.setdefault(parent, {})
+            node = part(node, parent)
+        node[last] = yaml.safe_load(value)
+    head = "".join(f"# {line}\n" for line in ("@package _global_", *comments))
+    return head + str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-import yaml
-
 from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
+from flows.declare.project import without_project
 from flows.peers.datasets import (
     NO_PAD,
     READERS,
@@ -24,11 +23,16 @@ from flows.peers.datasets import (
     Draft,
     Values,
     as_list,
+    finish_factory,
     finish_rewards,
+    finish_template,
+    finish_trained_on,
     flat_oumi,
     hub_sources,
     mends,
     number,
+    part,
+    pipeline_of,
     read_values,
     section,
     set_adapter,
@@ -52,7 +56,10 @@ _HUGGING_FACE: Values = {
 }  # fmt: skip
 # What each peer assumes, by its own names.
 DEFAULTS: Mapping[str, Values] = {
-    "llamafactory": {**_HUGGING_FACE, "cutoff_len": 2048, "lora_rank": 8, "lora_dropout": 0.0},
+    "llamafactory": {
+        **_HUGGING_FACE, "cutoff_len": 2048, "lora_rank": 8, "lora_dropout": 0.0,
+        "disable_gradient_checkpointing": False,
+    },
     "axolotl": {
         "num_epochs": 1.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine",
         "optimizer": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42, "sequence_len": 512,
@@ -401,6 +408,11 @@ def _inside(draft: Draft, key: str, value: object) -> None:
         _one(draft, name, each)
 
 
+def _template(draft: Draft, key: str, value: object) -> None:
+    if not draft.template[0]:  # that of rows counts
+        draft.template = key, str(value)
+
+
 def _frozen(draft: Draft, key: str, value: object) -> None:
     names = [str(each).replace(".*", "*") for each in as_list(value)]
     draft.set(key, "method.freeze.modules", ",".join(names))
@@ -473,8 +485,17 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
         draft.skip(key, "main is the default") if value == "main" else draft.set(key, "base.revision", value)
     ),
     ("special_tokens",): set_special_tokens,
-    ("template", "chat_template"): _note(
-        "the model's own chat template is rendered; another one: sources.base.chat_template"
+    ("template", "chat_template"): _template,
+    ("chat_template_jinja",): lambda draft, key, value: (
+        draft.set(key, "base.chat_template", value)
+        if str(value).endswith(".jinja")
+        else draft.refuse(key, value, "a file whose name ends in .jinja is mapped: write it there")
+    ),
+    ("create_new_adapter",): _together("new_adapter", "method.adapter_in"),
+    ("mask_history",): _only(
+        False,
+        "all answers are trained",
+        'all answers are trained here, but those with "loss": false: write that into the earlier turns of the rows',
     ),
     ("default_system", "default_system_message", "system_prompt"): _to("data.system_prompt"),
     ("deepspeed",): _deepspeed,
@@ -696,6 +717,8 @@ def _finish(draft: Draft) -> None:
     if "num_steps" in method:
         method.pop("num_epochs", None)
     _finish_adapter(draft)
+    finish_template(draft)
+    finish_factory(draft)
     stage3 = str(draft.resources.get("sharding", "")).startswith("zero3")
     if stage3 and (draft.stage in _SAMPLES or "quantization" in method):  # the plan refuses it there
         offloads = draft.resources["sharding"] == "zero3_offload"
@@ -703,16 +726,16 @@ def _finish(draft: Draft) -> None:
         draft.resources |= {"offload": True} if offloads else {}
     if {"beta1", "beta2"} & seen.keys():
         method.setdefault("optimizer", {})
-        _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
+        part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
     finish_rewards(draft)
     if "save_share" in seen:  # of all steps
         draft.resources["save_epochs"] = float(str(seen["save_share"])) * float(str(method.get("num_epochs", 1)))
     if float(str(seen.get("min_share", 0))) >= 1:  # of a rate that does not fall
-        schedule = _part(method, "schedule")
+        schedule = part(method, "schedule")
         schedule["name"] = "constant_with_warmup" if schedule.get("warmup") else "constant"
     elif "min_share" in seen:
         least = float(str(seen["min_share"])) * float(str(method["learning_rate"]))
-        _part(method, "schedule")["min_learning_rate"] = least
+        part(method, "schedule")["min_learning_rate"] = least
     _finish_validation(draft)
     if draft.stage in _SAMPLES and "max_length" not in method:
         prompt = int(str(method.get("max_prompt_length", 512)))
@@ -741,17 +764,18 @@ def _finish_adapter(draft: Draft) -> None:
         for key in [key for key, ours in draft.mapped.items() if ours.startswith("method.adapter")]:
             draft.mapped.pop(key)
             draft.skip(key, "no adapter is trained")
-    elif _part(method, "adapter").get("type") == "oft":  # which has blocks, and no rank
+    elif part(method, "adapter").get("type") == "oft":  # which has blocks, and no rank
         for name in ("rank", "alpha", "dropout"):
-            _part(method, "adapter").pop(name, None)
-        _part(method, "adapter").setdefault("block_size", 32)
-    elif draft.peer == "llamafactory" and "alpha" not in _part(method, "adapter"):
-        draft.set("lora_alpha", "method.adapter.alpha", 2 * int(str(_part(method, "adapter")["rank"])))
+            part(method, "adapter").pop(name, None)
+        part(method, "adapter").setdefault("block_size", 32)
+    elif draft.peer == "llamafactory" and "alpha" not in part(method, "adapter"):
+        draft.set("lora_alpha", "method.adapter.alpha", 2 * int(str(part(method, "adapter")["rank"])))
         draft.assumed.add("lora_alpha")
+    finish_trained_on(draft)
     if seen.get("adapter") and method.pop("freeze", None):
         draft.mapped.pop("freeze_layers", None)
         draft.skip("freeze_layers", "beside an adapter the whole base is frozen")
-    quantization = _part(method, "quantization") if "quantization" in method else {}
+    quantization = part(method, "quantization") if "quantization" in method else {}
     if "format" not in quantization:
         method.pop("quantization", None)
         return
@@ -782,43 +806,6 @@ def _finish_validation(draft: Draft) -> None:
             found.update(measured or {"every_epochs": 1.0})
 
 
-def _part(node: Values, key: str) -> Values:
-    found = node[key]
-    assert isinstance(found, dict)
-    return found
-
-
-def pipeline_of(draft: Draft, name: str, comments: Sequence[str]) -> str:
-    """The pipeline file: one stage that prepares the rows, and the training."""
-    kind, slot = STAGES[draft.stage]
-    names = list[str]()
-    for each in draft.rows:
-        wished = slug(str(each["name"]))
-        names.append(wished if wished not in (*names, "base") else f"{wished}-{len(names) + 1}")
-    rows = {
-        own: {key: value for key, value in each.items() if key != "name"}
-        for own, each in zip(names, draft.rows, strict=True)
-    }
-    inputs = {"rows" if at == 0 else own: f"source:{own}" for at, own in enumerate(names)}
-    training: Values = {
-        "inputs": {"policy": "base", slot: "data"},
-        "method": draft.method,
-        "resources": draft.resources,
-    }
-    tree = {
-        "defaults": [
-            {"/stage@stages.data.method": kind},
-            {f"/stage@stages.{draft.stage}.method": draft.stage},
-            "_self_",
-        ],
-        "name": name,
-        "sources": {"base": {"kind": "checkpoint", **draft.base}, **rows},
-        "stages": {"data": {"inputs": inputs, "method": draft.data}, draft.stage: training},
-    }
-    head = "".join(f"# {line}\n" for line in ("@package _global_", *comments))
-    return head + str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))
-
-
 def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("peer", choices=PEERS, help="whose configuration it is")
     parser.add_argument("file", type=local_path, metavar="FILE", help="YAML, JSON, or a script with the arguments")
@@ -839,6 +826,8 @@ def run_import(options: argparse.Namespace) -> int:
     if {"pipeline", "stages"} & values.keys():
         raise ConfigError(f"{file}: is no configuration of {options.peer}, but of posttrain: posttrain plan {file}")
     left_out = [key for key in options.leave_out if values.pop(key, None) is not None]
+    overrides = without_project(options.overrides)
+    fields = [each for each in overrides if "." in each.partition("=")[0]]
     draft = convert(options.peer, values, options.num_workers, options.training, file.parent)
     refused = {key: why for key, why in draft.refused.items() if key not in options.leave_out}
     if refused:
@@ -851,8 +840,8 @@ def run_import(options: argparse.Namespace) -> int:
     name = slug(out.stem)
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     differs = [f"{key}: {how}" for key, how in draft.differs.items()]
-    text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost, *differs])
-    more, to_mend, of_hub = _require_loads(text, name, file)
+    text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost, *differs], fields)
+    more, to_mend, of_hub = _require_loads(text, name, file, [each for each in overrides if each not in fields])
     code = ConfigError.exit_code if to_mend else 0  # as of the plan
     out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, text, keeps=True)
@@ -881,7 +870,7 @@ def run_import(options: argparse.Namespace) -> int:
     return code
 
 
-def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[str], list[str]]:
+def _require_loads(text: str, name: str, file: Path, groups: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Requires that the pipeline is one of ours; returns the overrides with which it is, a GPU's where it needs one or
     sets a precision, what the plan refuses, and what is of the hub."""
     from flows.declare.config import load_pipeline
@@ -890,11 +879,15 @@ def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[st
         place = Path(folder) / "pipeline" / f"{name}.yaml"
         place.parent.mkdir()
         place.write_text(text, encoding="utf-8")
-        for more in (["resources=gpu"], []) if "\n      precision: " in text else ([], ["resources=gpu"]):
+        tried = (["resources=gpu"], []) if "\n      precision: " in text else ([], ["resources=gpu"])
+        for more in [[*each, *groups] for each in tried]:
             try:
                 pipeline = load_pipeline([f"pipeline={name}", *more], Path(folder))
             except ConfigError as error:
                 cause = error
             else:
                 return more, mends(pipeline), hub_sources(pipeline)
-    raise ConfigError(f"{file}: as a pipeline: {cause}") from cause
+    raise ConfigError(
+        f"{file}: as a pipeline: {cause}\n  give the override to this command too, or leave a key of the file out: "
+        "--leave-out KEY"
+    ) from cause

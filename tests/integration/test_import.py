@@ -111,7 +111,7 @@ EXAMPLES: dict[str, tuple[str, str, str, dict[str, object]]] = {
     ),
     "factory_full_sft": (
         "llamafactory", FACTORY + SFT + "finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z2_config.json\n"
-        "pure_bf16: true\nval_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 50\n", "sft",
+        "pure_bf16: true\nval_size: 0.2\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 50\n", "sft",
         {"adapter": None, "validation.every_steps": 50, "learning_rate": 5e-5, "max_length": 2048},
     ),
     "factory_qlora_sft": (
@@ -236,6 +236,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kept = [{key: value for key, value in row.items() if key not in ("row_id", "kind")} for row in each]
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     infos = {name: {"file_name": f"{name}.jsonl", "formatting": "sharegpt"} for name in rows}
+    (folder / "tagged").mkdir()
+    tagged = {"chats": {**infos["chats"], "tags": {"role_tag": "who"}}}
+    (folder / "tagged" / "dataset_info.json").write_text(json.dumps(tagged))
     (folder / "data" / "dataset_info.json").write_text(json.dumps(infos))
     return folder
 
@@ -291,6 +294,10 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
         ("llamafactory", "stage: sft\ndataset: nowhere\n", "dataset_info.json has no such name"),
         ("llamafactory", SFT + "train_on_prompt: true\n", "train_on_prompt=true: the answers alone get loss here"),
         ("llamafactory", SFT + "deepspeed: mine.json\n", "no stage of ZeRO is in its name"),
+        ("llamafactory", SFT + "mask_history: true\n", 'those with "loss": false'),
+        ("llamafactory", SFT + "dataset_dir: tagged\n", "turns with from and value, or role and content"),
+        ("axolotl", "datasets: [{path: data/chats.jsonl, roles: {assistant: [robot]}}]\n", "roles system, user"),
+        ("axolotl", CHATS.replace("}", ", roles_to_train: [all]}"), "roles_to_train=[\"all\"]"),
         ("llamafactory", SFT + "use_badam: true\n", "use_badam=true: it is unknown"),
         ("llamafactory", SFT + "freeze_trainable_layers: 2\n", "trains the last norm and the head too: set it by hand"),
         ("llamafactory", SFT + "do_train: false\ndo_predict: true\n", "trains nothing"),
@@ -354,6 +361,20 @@ ROWS_OF = {
          {"method.adapter.block_size": 8, "method.adapter.rank": None, "method.precision": "fp8"}),
         ("llamafactory", {"image_max_pixels": 99, "video_fps": 1.0, "freeze_vision_tower": True},
          {"method.images.max_pixels": 99}),
+        ("llamafactory", {"adapter_name_or_path": "sft", "finetuning_type": "lora", "model_name_or_path": "m",
+                          "create_new_adapter": True, "template": "llama3"},
+         {"method.adapter_in": None, "base.chat_template": "llama3"}),
+        ("llamafactory", {"adapter_name_or_path": "sft", "finetuning_type": "lora", "model_name_or_path": "m",
+                          "disable_gradient_checkpointing": True, "mask_history": False, "template": "yi"},
+         {"method.adapter_in": "continue", "resources.gradient_checkpointing": None, "base.chat_template": None}),
+        ("axolotl", {"chat_template": "tokenizer_default", "datasets": [{
+            "path": "p", "type": "chat_template", "field_messages": "conversations", "roles_to_train": ["assistant"],
+            "message_property_mappings": {"role": "from", "content": "value"}, "train_on_eos": "turn",
+            "roles": {"user": ["human"], "assistant": ["gpt", "model"]}}]},
+         {"rows.columns": None}),
+        ("axolotl", {"datasets": [{"path": "p", "field_messages": "dialog", "message_field_role": "from",
+                                   "message_field_content": "value", "chat_template": "chatml"}]},
+         {"rows.columns": ("conversations",), "rows.columns.conversations": "dialog", "base.chat_template": "chatml"}),
         ("llamafactory", {"freeze_vision_tower": False, "freeze_multi_modal_projector": False,
                           "freeze_language_model": True},
          {"method.images.trains": ("vision", "projector"), "method.images.language": "frozen"}),
@@ -395,10 +416,10 @@ def test_how_a_peer_divides_a_model_is_mapped(tmp_path, peer, values, resources)
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
     found = convert(peer, values, workers=2, training="sft", folder=tmp_path)
     assert {*found.refused} == {"model", "dataset"}  # which are not there
-    shared = {"micro_batch_size", "num_workers"}
+    shared = {"micro_batch_size", "num_workers", "gradient_checkpointing"}  # LLaMA-Factory's is on by default
     assert {key: value for key, value in found.resources.items() if key not in shared} == resources
     alone = convert(peer, values, workers=1, training="sft", folder=tmp_path)
-    assert {*alone.resources} == {"micro_batch_size"} and "one worker" in str(alone.not_needed)
+    assert {*alone.resources} - shared == set() and "one worker" in str(alone.not_needed)
 
 
 @pytest.mark.parametrize(
@@ -424,6 +445,16 @@ def test_rewards_of_trl_are_mapped_or_refused_by_name(tmp_path):
     assert "numeric the last number of each" in found.differs["reward_funcs:accuracy_reward"]
     assert found.resources["sharding"] == "zero2" and "precision" not in found.method
     assert not found.refused.keys() - {"model", "dataset", "reward_funcs:tag_count"}
+
+
+def test_overrides_of_fields_are_in_the_file_and_decide_whether_it_is_one_of_ours(folder):
+    text = "optim: adamw_of_mine\n"
+    assert imported(folder, "llamafactory", "own.yaml", FACTORY + SFT + text).returncode == 2
+    field = "stages.sft.method.optimizer.name=adamw_torch"
+    ran = imported(folder, "llamafactory", "own.yaml", FACTORY + SFT + text, field)
+    assert ran.returncode == 0, ran.stderr
+    tree = yaml.safe_load((folder / "conf" / "pipeline" / "own.yaml").read_text())
+    assert tree["stages"]["sft"]["method"]["optimizer"]["name"] == "adamw_torch"
 
 
 def test_what_is_of_the_hub_is_named_since_only_the_plan_reads_it(folder):
@@ -462,7 +493,8 @@ def test_what_a_plan_would_refuse_is_named_and_assumed_values_are_told_from_the_
     assert 'base.base_model="model"' in shown["model_name_or_path"]
     assert shown["lora_alpha"].endswith("method.adapter.alpha=8  (LLaMA-Factory's default)")
     assert shown["pref_beta"].endswith("method.beta=0.2") and "data.held_out=1" in shown["held_out"]
-    assert lines.index("left out, for this reason:") < lines.index(shown["template"])
+    assert shown["template"].endswith('base.chat_template="qwen2_5"')  # the model's own here is another one
+    assert "differs: adapter_name_or_path: the same adapter is trained on" in ran.stdout
     assert lines[-1] == "next: posttrain plan conf/pipeline/my-dpo.yaml resources=gpu"
 
 

@@ -320,7 +320,7 @@ _RESPONSE = re.compile(r"<tool_response>((?:(?!</?tool_response>).)*)</tool_resp
 _RESPONSES = re.compile(rf"\s*(?:{_RESPONSE.pattern}\s*)+", re.DOTALL)
 _PYTHONIC = re.compile(r"\s*\[\s*[\w.][^\[\]()]*\(.*\)\s*\]\s*", re.DOTALL)  # [f(a=1)], as ToolACE has it
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
-_ROLES = {
+ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
@@ -590,7 +590,7 @@ def _of_parts(turn: object, what: str, spelling: Spelling) -> list[object]:
     if not isinstance(turn, Mapping):
         return [turn]
     parts, role = turn.get(spelling.content), turn.get(spelling.role)
-    if isinstance(parts, str) and _ROLES.get(str(role).lower()) == "tool" and _RESPONSES.fullmatch(parts):
+    if isinstance(parts, str) and ROLES.get(str(role).lower()) == "tool" and _RESPONSES.fullmatch(parts):
         return [{**turn, spelling.content: each.strip()} for each in _RESPONSE.findall(parts)]  # templates mark them
     if not isinstance(parts, list):
         return [turn]
@@ -620,10 +620,10 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}")
     found = _key(value, spelling.role, what, "unknown role")
-    role = _ROLES.get(found.lower()) if isinstance(found, str) else None
+    role = ROLES.get(found.lower()) if isinstance(found, str) else None
     if role is None:
         found = f"{what} has the role {named(found).removeprefix('the text ')}"
-        raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
+        raise BadRowError(f"{found}, none of {', '.join(ROLES)}", "unknown role")
     where = f"{what} {spelling.content}"
     thought = thought_of(value, what) if role in _WRITTEN_BY_MODEL and len(value) > 2 else None
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
