@@ -32,7 +32,7 @@ from lineage.graph.places import node_key
 from lineage.record.attempts import Attempt, attempts
 from lineage.record.verdict import VERDICT_TABLE
 from lineage.secrets import redacted
-from lineage.store import Manifest
+from lineage.store import Entry, Manifest
 from tasks.data.images import named_images
 from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, OWN_TITLE, RIGHT, TABLE_FILE, own_rows, shown_columns
 from tasks.evaluate.row_scores import read_failed
@@ -355,7 +355,9 @@ def _next(plan: Plan, seconds: Mapping[str, float], cli_args: Sequence[str]) -> 
     commands = []
     if models:
         last = models[-1]
-        digits = "" if seconds.get(last.name) else f"@{short(last.fingerprint)[:8]}"  # another may be newer
+        viewed = Entry(View(plan.pipeline.store, plan.pipeline.name).place(last.name)).readable_manifest()
+        is_named = viewed.fingerprint == last.fingerprint if viewed else seconds.get(last.name)
+        digits = "" if is_named else f"@{short(last.fingerprint)[:8]}"  # the stage's name means another
         commands.append(["chat", last.name + digits, *store])
     change = []
     if trained:

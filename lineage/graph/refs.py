@@ -1,5 +1,6 @@
 """REFs: the ways in which a user names an artifact or a source."""
 
+import logging
 import os
 import re
 from collections.abc import Collection
@@ -13,6 +14,8 @@ from lineage.fingerprint import short
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key, parts_below, view_at
 from lineage.store import Entry
+
+logger = logging.getLogger(__name__)
 
 FORMS = (
     "a fingerprint or at least 4 digits of one, PIPELINE/STAGE, STAGE, STAGE@DIGITS, the path of an output, "
@@ -81,10 +84,17 @@ def _candidates(ref: str, index: Index) -> list[str]:
 
 
 def _by_stage(ref: str, index: Index) -> list[str]:
-    """The newest artifact of a stage of that name, in whichever pipeline."""
+    """PIPELINE/STAGE of the pipeline that ran a stage of that name last; a newer artifact of it is reported."""
     found = [index.newest(pipeline, stage) for pipeline, stage in index.places() if stage == ref]
     newest = max((each for each in found if each), key=lambda each: each.end, default=None)
-    return [newest.id] if newest else []
+    if newest is None:
+        return []
+    nodes = _by_place(f"{newest.pipeline}/{ref}", index)
+    if nodes != [newest.id]:
+        logger.warning(
+            "%s is %s, of %s as declared; newer, of other settings: %s", ref, *nodes, newest.pipeline, newest.id
+        )
+    return nodes
 
 
 def _by_alias(alias: str, index: Index) -> list[str]:

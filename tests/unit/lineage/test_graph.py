@@ -141,10 +141,17 @@ def test_pipeline_and_stage_mean_the_newest_unless_there_is_a_view(store, tmp_pa
     assert found(store, "p/dpo") == found(store, str(view / "output" / "content.txt")) == node(viewed)
 
 
-def test_a_stage_means_its_newest_artifact_in_whichever_pipeline(store):
-    store.stage("dpo", {}, recipe={"method": "Same", "n": 1})
+def test_a_stage_means_what_its_pipeline_declares_or_its_newest_artifact(store, caplog):
+    declared = store.stage("dpo", {}, recipe={"method": "Same", "n": 1})
     newest = store.stage("dpo", {}, recipe={"method": "Same", "n": 2})
-    assert found(store, "dpo") == node(newest)
+    assert found(store, "dpo") == node(newest) and not caplog.messages
+    view = store.root / "pipelines" / "p" / "dpo"
+    view.mkdir(parents=True)
+    (view / "manifest.json").write_text(declared.to_json())
+    assert found(store, "dpo") == node(declared)
+    assert caplog.messages == [
+        f"dpo is {node(declared)}, of p as declared; newer, of other settings: {node(newest)}"
+    ]  # fmt: skip
 
 
 def test_a_source_means_the_version_read_last(store):
