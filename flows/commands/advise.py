@@ -19,6 +19,8 @@ from tasks.judgement.advice import (
     BATCH_FACTOR,
     COMPUTE,
     DOUBLE,
+    FEW_ROWS,
+    FEWEST_STEPS,
     FORMAT,
     LEAST_VALIDATIONS,
     RATIO,
@@ -43,11 +45,9 @@ _MOST_WORKERS = 9
 PIPELINE = "the pipeline"
 MACHINE = "this machine"
 LENGTHS = ("method.num_epochs", "method.num_steps")
-# What changed the answers of SmolLM2-135M-Instruct: docs/smollm2.md.
-_FEWEST_STEPS, _SHORT_BATCH, _SHORT_RATE = 40, 8, "5e-4"
 _BATCH = "method.global_batch_size"
 _SETTINGS = (
-    "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
+    "method.global_batch_size", "method.num_epochs", "resources.micro_batch_size", "method.learning_rate",
     "method.optimizer.weight_decay", "method.schedule.name", "method.schedule.warmup",
     "method.schedule.min_learning_rate", "method.max_grad_norm", "method.adapter.rank", "method.adapter.alpha",
     "method.adapter.dropout", FORMAT, DOUBLE, COMPUTE, "method.beta", "method.sampling.temperature", VALIDATION,
@@ -251,14 +251,12 @@ class _Writer:
 
     def too_short(self, stage: str) -> str:
         """That the steps are too few to change answers, and what would; empty: they are not."""
-        steps, batch, where = self._steps(), self._batch(), f"stages.{stage}.method"
-        if steps >= _FEWEST_STEPS:
+        steps = self._steps()
+        if steps >= FEWEST_STEPS or self.num_rows >= FEW_ROWS or self.case.tuned != "full":
             return ""
         return (
-            f"{stage}: {self.num_rows:,} rows, {steps} steps of {batch}: too few to change answers; try "
-            f"posttrain run adapter=lora {where}.num_epochs=null {where}.num_steps={_FEWEST_STEPS} "
-            f"{where}.global_batch_size={_SHORT_BATCH} "
-            f"{where}.learning_rate={_SHORT_RATE} (docs/smollm2.md; outside the ranges of the reference documents)"
+            f"{stage}: {self.num_rows:,} rows, {steps} steps of {self._batch()} on all weights: too few to change "
+            "answers; adapter=lora has values for few rows (posttrain advise adapter=lora)"
         )
 
     def _put(self, field: str, value: Value | None, now: Value | None, reason: str, source: str) -> None:
@@ -290,6 +288,8 @@ class _Writer:
         if field == "resources.micro_batch_size" and self._batch() % (self.workers * int(now)):
             return False
         bound = _accepted(row)
+        if row.size == "few" and field == "method.num_epochs" and self._steps() < FEWEST_STEPS:
+            return False
         case = replace(self._with_steps(), values={**self.case.values, row.field: now})
         return bound is not None and case.is_inside(row, bound)
 
@@ -303,11 +303,11 @@ class _Writer:
         batch = self._batch()
         if row.field == RATIO:
             return int(float(value) * float(self._chosen("method.adapter.rank") or 1)), ""
+        if row.size == "few" and field == "method.num_epochs" and row.recommended:
+            epochs = math.ceil(FEWEST_STEPS * batch / self.num_rows)
+            return max(int(value), int(row.recommended.nearest(epochs))), f"; at least {FEWEST_STEPS} steps"
         if row.field == "method.learning_rate":
-            usual = next((int(each.advised) for each in self.case.rows(_BATCH) if each.advised), batch)
-            if usual != batch and row.recommended:
-                scaled = row.recommended.nearest(float(value) * BATCH_FACTOR ** math.log2(batch / usual))
-                return float(f"{scaled:.2g}"), f"; x{BATCH_FACTOR} per doubling of a batch of {usual}"
+            return self._rate(float(value), batch, row)
         if row.field == "method.schedule.warmup":
             steps = self._steps()
             if row.size == "short":
@@ -321,6 +321,14 @@ class _Writer:
             sizes = [size for size in range(1, int(value) + 1) if batch % (self.workers * size) == 0]
             return max(sizes, default=1), ""
         return value, ""
+
+    def _rate(self, value: float, batch: int, row: Row) -> tuple[Value, str]:
+        """The learning rate for a global batch that is not the advised one."""
+        usual = next((int(each.advised) for each in reversed(self.case.rows(_BATCH)) if each.advised), batch)
+        if usual == batch or not row.recommended:
+            return value, ""
+        scaled = row.recommended.nearest(value * BATCH_FACTOR ** math.log2(batch / usual))
+        return float(f"{scaled:.2g}"), f"; x{BATCH_FACTOR} per doubling of a batch of {usual}"
 
     def _chosen(self, field: str) -> Value | None:
         return self.values[field].value if field in self.values else self.case.values.get(field)

@@ -93,7 +93,9 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     names = ", ".join([*RECIPES, *_PIPELINES])
     parser.add_argument("--from", dest="start", metavar="NAME", help=f"default: by the data; one of {names}")
     parser.add_argument(
-        "--adapter", choices=["lora", "qlora"], help="train an adapter, with the values for it; default: all weights"
+        "--adapter",
+        choices=["lora", "qlora"],
+        help="train an adapter, with the values for it; default: lora for few rows, or none",
     )
     parser.add_argument(
         "--model", metavar="M", help="a directory, a hub id, smollm2, qwen2.5-0.5b, or tiny (the default, a toy)"
@@ -127,6 +129,9 @@ def run_init(options: argparse.Namespace) -> int:
         settings |= lengths
         _require_model(settings)
         recipes, why = _recipes(settings)
+        if any(each.short for each in recipes) and "adapter" not in settings and "preset" not in settings:
+            settings["adapter"] = "lora"  # with few rows
+            recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, lengths, looked, recipes, why)
         tracked = _track()
     guesses = [
@@ -378,6 +383,8 @@ def _write(
 
 
 def _comment(key: str, lengths: Collection[str], looked: Iterable[_Looked]) -> str:
+    if key == "adapter":
+        return " # its values are below; with fewer than 1,000 rows all weights at a small rate change no answers"
     if key in lengths:
         return " # by the positions of the model"
     return " # a guess by the names of the columns" if any(each.guesses(key) for each in looked) else ""

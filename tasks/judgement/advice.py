@@ -14,7 +14,7 @@ from tasks.method import LOOP_FIELDS, Method, Training
 from tasks.recipe import TrainingRecipe
 
 Value = float | str
-Band = Literal["small", "medium", "large"]  # of data, in rows
+Band = Literal["few", "small", "medium", "large"]  # of data, in rows; few rows are a small size too
 Length = Literal["short", "middle", "long"]  # of a training, in steps
 Size = Band | Length
 Tuned = Literal["full", "lora", "qlora", "other"]  # what is trained
@@ -22,10 +22,11 @@ Bound = Literal["recommended", "permissible"]
 
 JOB_FORM = "reference documents, job form"
 BY_SIZE = "reference documents, by data size"
+MEASURED = "measured: docs/smollm2.md"
 WARM_UP = "reference documents, warm-up"
 BATCH_FACTOR = 1.4  # factor of the learning rate for a doubled global batch
 SIZES: Mapping[Size, str] = {
-    "small": "< 5K rows", "medium": "5-50K rows", "large": "> 50K rows",
+    "few": "< 1K rows", "small": "< 5K rows", "medium": "5-50K rows", "large": "> 50K rows",
     "short": "< 500 steps", "middle": "500-5000 steps", "long": "> 5000 steps",
 }  # fmt: skip
 BANDS: tuple[Band, ...] = ("small", "medium", "large")
@@ -41,6 +42,7 @@ LEAST_VALIDATIONS = 4  # of a training, so that its curve on held-out rows has a
 TRAIN_SHARE = "train share (1 - method.held_out)"
 LOGGING = "steps between reports"
 FORMAT, DOUBLE, COMPUTE = (f"method.quantization.{name}" for name in ("format", "double", "compute_dtype"))
+FEW_ROWS, FEWEST_STEPS = 1_000, 40  # fewer rows; fewer steps than these change no answers
 VALIDATION_BATCH = "resources.micro_batch_size, of validation"
 
 
@@ -130,6 +132,13 @@ def _by_size(
     ]  # fmt: skip
 
 
+def _of_few(field: str, recommended: str, advised: Value, *tuned: Tuned) -> Row:
+    return Row(
+        field=field, source=MEASURED, methods=("SFT",), tuned=tuned, size="few", recommended=Range(text=recommended),
+        advised=advised,
+    )  # fmt: skip
+
+
 _SFT = ("SFT",)
 _LORA: tuple[Tuned, ...] = ("lora",)
 _QLORA: tuple[Tuned, ...] = ("qlora",)
@@ -184,6 +193,10 @@ TABLE: tuple[Row, ...] = (
         advised=0.1,
     ),
     Row(field=WARMUP, source=WARM_UP, size="long", default=0.1, permissible=Range(text="<= 1000"), advised=0.1),
+    # The documents' values for < 5K rows are a few steps at a small rate, after which no answer differs.
+    _of_few("method.num_epochs", "3..40", 3, *_ADAPTED),
+    _of_few("method.global_batch_size", "8..16", 8, *_ADAPTED),
+    _of_few(_ADAMW_RATE, "3e-4..5e-4", 5e-4, *_LORA),
 )  # fmt: skip
 
 
@@ -209,6 +222,8 @@ class Case:
         return [row for row in _rows(self.method, self.tuned, self.trains).get(field, ()) if self._has(row.size)]
 
     def _has(self, size: Size | None) -> bool:
+        if size == "few":
+            return self.num_rows is None or self.num_rows < FEW_ROWS
         if size in BANDS:
             return self.num_rows is None or size == band_of(self.num_rows)
         return size is None or (self.num_steps is not None and size == _length_of(self.num_steps))
@@ -276,7 +291,8 @@ def _finding(case: Case, bound: Bound, found: Sequence[tuple[Row, Range]]) -> Fi
     shares = [f"{row.share.text} of all steps" for row, _ in found if row.share]
     texts = dict.fromkeys([*(each.text for _, each in found), *shares])
     known = row.size and len(found) == 1  # else the number of rows is unknown, and the ranges of all sizes apply
-    source = f"{row.source}: {SIZES[row.size]}" if known and row.size else row.source
+    sources = "; ".join(dict.fromkeys(each.source for each, _ in found))
+    source = f"{sources}: {SIZES[row.size]}" if known and row.size else sources
     return Finding(
         field=row.field, value=case.values[row.field], bound=bound, accepted=" or ".join(texts), source=source
     )

@@ -16,6 +16,7 @@ from tasks.judgement.advice import (
     COMPUTE,
     JOB_FORM,
     LOGGING,
+    MEASURED,
     RATIO,
     SIZES,
     TABLE,
@@ -98,11 +99,14 @@ size | SFT  | qlora | -      | method.quantization.compute_dtype | -      | bf16
 warm | DPO  | full  | short  | method.schedule.warmup        | -      | 5..10      | -       | 5 10 0.05 | 4 11 0.0 0.2
 warm | SFT  | full  | middle | method.schedule.warmup        | -      | 50..200    | -       | 50 200 0.1 | 49 201 0.3
 warm | SFT  | lora  | long   | method.schedule.warmup        | 0.1    | -          | <= 1000 | 0.1 1000 0.0 | 1001 0.2
+here | SFT  | lora  | few    | method.num_epochs             | -      | 3..40      | -       | 3 6 40 | 2 41
+here | SFT  | qlora | few    | method.global_batch_size      | -      | 8..16      | -       | 8 16 32 | 4 64
+here | SFT  | lora  | few    | method.learning_rate          | -      | 3e-4..5e-4 | -       | 2e-5 5e-4 | 1e-4 6e-4
 """
 LINES = [[part.strip() for part in line.split("|")] for line in FIGURES.strip().splitlines()]
-SOURCES = {"form": JOB_FORM, "size": BY_SIZE, "warm": WARM_UP}
+SOURCES = {"form": JOB_FORM, "size": BY_SIZE, "warm": WARM_UP, "here": MEASURED}
 CLASSES = {"CPT": ContinuedPretraining, "SFT": SFT, "DPO": DPO, "GRPO": GRPO, "rows": PrepareConversations}
-NUM_ROWS = {"small": 4_999, "medium": 5_000, "large": 50_001}
+NUM_ROWS = {"few": 999, "small": 4_999, "medium": 5_000, "large": 50_001}
 NUM_STEPS = {"short": 160, "middle": 1_000, "long": 8_000}
 
 
@@ -175,7 +179,8 @@ def test_a_value_inside_gives_no_warning_and_one_outside_names_field_value_range
         (finding,) = found(value)
         bound = {"recommended": row.recommended, "permissible": row.permissible}[finding.bound]
         assert bound is not None and bound.text in (finding.accepted, *finding.accepted.split(" or "))
-        assert finding.source == (f"{row.source}: {SIZES[row.size]}" if row.size else row.source)
+        of_size = f"{row.source}: {SIZES[row.size]}" if row.size else row.source
+        assert finding.source == (f"{BY_SIZE}; {MEASURED}" if size == "few" else of_size)
         shown = value if isinstance(value, str) else f"{value:g}"
         assert str(finding).startswith(f"{field}={shown} is outside the {finding.bound} {finding.accepted}")
 
@@ -197,8 +202,8 @@ def test_what_is_advised_is_inside_and_a_lora_learns_ten_times_as_fast() -> None
     for row in TABLE:
         bounds = [bound for bound in (row.recommended, row.permissible) if bound and row.advised is not None]
         assert row.field == WARMUP or all(row.advised in bound for bound in bounds)
-    rates = [row for row in TABLE if row.field == "method.learning_rate" and row.advised and row.size]
-    by_size = [[row.advised for row in rates if row.tuned == tuned] for tuned in (("full",), ("lora",))]
+    rates = [row for row in TABLE if row.field == "method.learning_rate" and row.advised and row.source == BY_SIZE]
+    by_size = [[row.advised for row in rates if row.tuned == tuned and row.size] for tuned in (("full",), ("lora",))]
     assert by_size[1] == pytest.approx([ADAPTER_FACTOR * rate for rate in by_size[0]])
 
 
