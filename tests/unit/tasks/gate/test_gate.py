@@ -299,3 +299,16 @@ def test_a_model_that_is_too_bad_passes_in_at_most_five_percent_of_evaluations(r
 def test_of_an_unbounded_metric_rows_that_agree_decide_only_that_equal_models_are_no_worse(bound, new, old, outcome):
     rule = Rule(metric="reward_score", **bound)
     assert outcome_of(rule, [new] * 40, None if old is None else [old] * 40) == outcome
+
+
+@pytest.mark.parametrize(
+    ("now", "is_as_strict"),
+    [({}, True), ({"min_gain": 0.2}, True), ({"min_gain": 0.05}, False), ({"metric": "win_rate"}, False),
+     ({"against": "champion"}, False), ({"min_gain": None, "max_regression": 0.0}, False)],
+)  # fmt: skip
+def test_a_rule_is_as_strict_as_another_with_its_bound_or_a_narrower_one(now, is_as_strict):
+    before = {"metric": "accuracy", "against": "parent", "min_gain": 0.1}
+    gate, other = (Gate(rules={"rule": Rule(**fields)}) for fields in ({**before, **now}, before))
+    assert gate.asks_as_much(other, "rule") == is_as_strict
+    assert not replace(gate, inconclusive="promote").asks_as_much(other, "rule")
+    assert not replace(gate, confidence=0.5).asks_as_much(other, "rule")
