@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
@@ -28,13 +29,16 @@ Message = dict[str, object]
 Write = Callable[[str], None]
 _CLEAR, _END = "/clear", ("/exit", "/quit")
 _IMAGE = "/image "
-_HELP = f"{_CLEAR} forgets the conversation; {_IMAGE}FILE shows an image; {_END[0]} or Ctrl-D ends"
+_HELP = (
+    f"each answer follows from the whole conversation; {_CLEAR} starts afresh; {_IMAGE}FILE shows an image; {_END[0]} "
+    "or Ctrl-D ends"
+)
 _COLUMN = 40  # least characters of one of two columns
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ref", metavar="REF", help="a model; a second REF answers beside it: chat sft dpo")
-    parser.add_argument("--once", metavar="TEXT", help="answer this and end; -: all of standard input")
+    parser.add_argument("ref", metavar="REF", help="a model, such as sft; a second one answers beside it")
+    parser.add_argument("--once", metavar="TEXT", help="answer this alone and end; -: all of standard input")
     parser.add_argument("--image", action="append", metavar="FILE", help="show it with the first message; repeat it")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer; default 512")
@@ -105,7 +109,8 @@ def _texts(once: str | None, stdin: TextIO) -> Iterator[str]:
     if once is not None:
         yield stdin.read().rstrip("\n") if once == "-" else once
     elif not stdin.isatty():
-        yield from (line.rstrip("\n") for line in stdin if line.strip())
+        print(f"{_HELP}; one question alone: --once TEXT", file=sys.stderr)
+        yield from takewhile(lambda text: text not in _END, (line.rstrip("\n") for line in stdin if line.strip()))
     else:
         print(_HELP)
         while True:

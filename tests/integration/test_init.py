@@ -143,7 +143,7 @@ def test_what_the_machine_decides_is_left_to_the_machine_and_the_defaults_to_the
     found, text = project(command), (command.folder / "mine/posttrain.yaml").read_text()
     assert found.get("resources") == ("gpu" if gpus else None)
     assert not {"resources.gpus_per_worker", "method.precision"} & found["stages"]["sft"].keys()
-    assert "method.learning_rate" not in found["stages"]["dpo"] and "    # method.learning_rate: " in text
+    assert "method.learning_rate" not in found["stages"]["dpo"] and "    # method.schedule.name: cosine # kept" in text
     assert "; at least 4 in " in text  # why a value is outside the range beside it
     stages = load_pipeline(project_overrides(command.folder / "mine/posttrain.yaml")).stages
     assert stages["dpo"].resources.gpus_per_worker == len(gpus)
