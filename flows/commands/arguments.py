@@ -14,7 +14,7 @@ from lineage.secrets import redacted
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Arguments that select a pipeline: overrides, and a folder of further groups."""
     # An explicit default keeps overrides out of argparse's message on missing arguments.
-    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. stages.dpo.method.beta=0.2")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. stages.sft.method.seed=1")
     parser.add_argument("--config-dir", type=local_path, help="a directory of your own groups: model/, source/ ...")
 
 

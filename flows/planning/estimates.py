@@ -171,14 +171,16 @@ class Estimate:
 
     @property
     def basis(self) -> str:
-        """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
+        """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
         longest = ", at most: all rows as long as max_length" if self.at_most else ""
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
             return f"by formula{longest}"
-        plural = "run" if self.runs == 1 else "runs"
-        off = f", off by {self.error[0]:.0%} in memory and {self.error[1]:.0%} in time" if self.error else ""
+        plural, whose = ("run", "its") if self.runs == 1 else ("runs", "their")
+        error, off = self.error, ""
+        if error:
+            off = f", which missed {whose} estimate by {error[0]:.0%} in memory and {error[1]:.0%} in time"
         return f"measured on {self.runs} {plural}{off}{longest}"
 
     def to_dict(self) -> dict[str, object]:

@@ -119,6 +119,11 @@ def diagnosis_text(found: Diagnosis) -> str:
         checked = [name for name in ("loss", found.curves.validation_name) if name in found.curves.series]
         few = f"; most judge {MIN_STEPS} steps or more" if 0 < len(found.curves.loss) < MIN_STEPS else ""
         lines = [f"{head}, and none of the {len(RULES)} rules fires{few}", *_plots(found.curves, checked)]
+        if "loss" in found.curves.series and found.curves.validation_name not in found.curves.series:
+            lines.append(
+                "  no held-out loss was measured, so learning by heart cannot be seen; "
+                f"stages.{found.name}.method.validation.every_steps=N measures it"
+            )
         return on_screen("\n".join(lines))
     lines = [f"{head}, {counted(len(found.findings), 'finding')}"]
     for each in found.findings:

@@ -46,7 +46,7 @@ from lineage.store import Entry, Manifest
 from tasks.context import Resources
 from tasks.data.images import MARK, StoredImages, marked
 from tasks.evaluate.benchmarks import BENCHMARKS_FILE
-from tasks.evaluate.report import ANSWERS_FILE
+from tasks.evaluate.report import ANSWERS_FILE, title_of
 from tasks.evaluate.row_scores import (
     POLICIES_FILE,
     SCORES_FILE,
@@ -158,7 +158,8 @@ _SAMPLE = re.compile(
 # Title of a chart -> the metrics that it draws, the first that fits; others have a chart by what is before their /.
 _CHARTS = {
     "loss": "|".join(("loss", *VALIDATION)), "validation": "val/.*", "gradient norm": "grad_norm",
-    "accuracy": ".*accurac(y|ies).*", "rewards": "rewards?(/.*)?", "KL and entropy": r"(.*/)?(kl|entropy)\b.*",
+    "accuracy on the tokens of training rows": "mean_token_accuracy", "accuracy": ".*accurac(y|ies).*",
+    "rewards": "rewards?(/.*)?", "KL and entropy": r"(.*/)?(kl|entropy)\b.*",
     "learning rate": "learning_rate",
 }  # fmt: skip
 _UNDRAWN = ("num_tokens", "epoch", "epochs", "frac_reward_zero_std")
@@ -798,6 +799,7 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "clock": clock,
+        "measure": title_of,
         "gib": gib,
         "number": short_number,
         "brief": partial(short_number, digits=3),

@@ -35,10 +35,11 @@ from lineage.secrets import redacted
 from lineage.store import Entry, Manifest
 from tasks.data.images import named_images
 from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, OWN_TITLE, RIGHT, TABLE_FILE, own_rows, shown_columns
-from tasks.evaluate.row_scores import read_failed
+from tasks.evaluate.row_scores import SCORES_FILE, read_failed, read_scores
 from tasks.method import Training
 
 _LAST = 5  # runs
+_ENOUGH_ROWS = 20  # as a gate's ``min_rows``: fewer are too few for the bootstrap
 _MOST_COLUMNS, _MOST_ANSWERS, _MOST_SHOWN = 4, 3, 100  # of the report on a run: the last is letters of a text
 
 
@@ -199,13 +200,27 @@ def _cells(total: Totals) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _without_digests(reason: str, stale: Sequence[str]) -> str:
+    """A reason in which inputs that this plan makes anew are named once: ``because sft changes``."""
+    parts, made = list[str](), dict[str, None]()
+    for part in reason.split("; "):
+        found = re.fullmatch(r"input \w+: ([^@ ]+)@\w+ -> \1@\w+", part)
+        if found and found[1] in stale:
+            made[found[1]] = None
+        else:
+            parts.append(part)
+    changed = f"because {' and '.join(made)} change{'s' * (len(made) == 1)}"
+    return "; ".join([*parts, *([changed] if made else [])])
+
+
 def plan_table(
     plan: Plan, estimates: Mapping[str, Estimate] | None = None, scorings: Mapping[str, Scoring] | None = None
 ) -> str:
     """A line per stage with state and reason, then the estimates of the trainings and evaluations."""
     table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
-        table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
+        reason = _without_digests(planned.reason, [each.name for each in plan.stale])
+        table.add_row(planned.name, planned.state, short(planned.fingerprint), reason)
     count = len(plan.stale)
     verdict = (
         f"{count} of {len(plan.stages)} stages to run"
@@ -298,6 +313,8 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
         values = (f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns)
         table.add_row(name, *values)
     yield plain_text(table)
+    if compared := _compared(output, dict(zip([key for key, _ in columns], titles, strict=True)), names[0], names[-1]):
+        yield compared
     if further := own_rows(metrics, names):
         table = empty_table(OWN_TITLE, *names, numbers=tuple(names))
         for row in further:
@@ -312,6 +329,24 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
         known = [row for row in rows if RIGHT in row[1]] or rows
         yield "\n".join(line for row in known[:_MOST_ANSWERS] for line in _answers(*row, before, after))
     yield f"all measures and samples: {relative(output / TABLE_FILE)}"
+
+
+def _compared(output: Path, titles: Mapping[str, str], before: str, after: str) -> str:
+    """In which measures a model is better than another, by their 95 % intervals; empty: there is nothing to compare."""
+    from tasks.gate.bootstrap import Bootstrap
+
+    if before == after or not (output / SCORES_FILE).exists():
+        return ""
+    by_row, bootstrap = read_scores(output), Bootstrap(confidence=0.95, num_resamples=1000, seed=0)
+    found: dict[str, list[str]] = {"better": [], "worse": [], "no clear difference": [], "too few rows to tell": []}
+    for key, title in titles.items():
+        if (scores := by_row.get(key)) and {before, after} <= scores.scores.keys():
+            gain = bootstrap.estimate([scores], after, before)
+            unclear = "no clear difference" if gain.num_groups >= _ENOUGH_ROWS else "too few rows to tell"
+            outcome = "better" if gain.low > 0 else "worse" if gain.high < 0 else unclear
+            found[outcome].append(f"{title[:-2]} ({len(scores.row_ids):,} rows)")
+    parts = [f"{outcome}: {', '.join(names)}" for outcome, names in found.items() if names]
+    return f"{after} beside {before}: {'; '.join(parts)}" if parts else ""
 
 
 def _asked(prompt: Sequence[Mapping[str, str]], **answers: str) -> tuple[str, Mapping[str, str]]:

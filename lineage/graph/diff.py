@@ -48,13 +48,17 @@ def causes(index: Index, left: Graph, right: Graph, pair: tuple[str, str], is_ro
     a, b = left.nodes[pair[0]], right.nodes[pair[1]]
     if a.id == b.id:
         return
-    name = a.name if a.name == b.name else f"{a.name}|{b.name}"
+    name = _both_names(a, b)
     if a.record or b.record:
         for text in _source(a, b):
             yield Cause(what="data", text=text, stages=(name,))
     elif a.manifest and b.manifest:
         for cause in _artifacts(index, a, b, a.manifest, b.manifest, is_root):
             yield replace(cause, stages=(name,))
+
+
+def _both_names(a: Node, b: Node) -> str:
+    return a.name if a.name == b.name else f"{a.name}|{b.name}"
 
 
 def _artifacts(index: Index, a: Node, b: Node, before: Manifest, after: Manifest, is_root: bool) -> Iterator[Cause]:
@@ -234,7 +238,7 @@ def diff(index: Index, first: str, second: str) -> Diff:
     for a, b in pairs:
         changed = _metrics(left.nodes[a], right.nodes[b])
         if changed:
-            metrics[left.nodes[a].name] = changed
+            metrics[_both_names(left.nodes[a], right.nodes[b])] = changed
     return Diff(first=left.nodes[first], second=right.nodes[second], causes=list(grouped(found)), metrics=metrics)
 
 

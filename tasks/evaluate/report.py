@@ -95,6 +95,11 @@ def shown_columns(metrics: Mapping[str, float], name: str) -> dict[str, tuple[st
     return {key: column for key, column in known.items() if f"{first}{key}" in metrics}
 
 
+def title_of(metric: str) -> str:
+    """A metric as people read it: ``answers cut off`` for ``unfinished_share``."""
+    return _COLUMNS[metric][0][:-2] if metric in _COLUMNS else metric
+
+
 def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
     columns = shown_columns(metrics, names[0])
     rows = [

@@ -164,7 +164,7 @@ TABLE: tuple[Row, ...] = (
     _form("method.beta", 0.3, "", "", 0.3, methods=("DPO",)),
     _form("method.beta", 0.0001, "", "", 0.0001, methods=("GRPO",)),
     _form("method.sampling.temperature", 0.9, "", "", 0.9, methods=("GRPO",)),
-    _form(TRAIN_SHARE, None, "> 0.8", methods=_DATA),
+    _form(TRAIN_SHARE, None, "> 0.8", methods=_DATA, silent="few rows need a larger share for their scores"),
     *_by_size(_ADAMW_RATE, "1e-6..5e-6 / 5e-6..2e-5 / 1e-5..3e-5", 2e-6, 1e-5, 2e-5, methods=_SFT, tuned=("full",)),
     *_by_size(_DECAY, "0.01..0.1 / 0.01 / 0..0.01", 0.01, 0.01, 0.01, methods=_SFT, tuned=("full", "lora")),
     *_by_size("method.num_epochs", "1..3 / 2..5 / 1..3", 2, 3, 2, methods=_SFT, tuned=("full",)),

@@ -189,7 +189,7 @@ def test_a_trial_of_a_sweep_has_a_page(full, tmp_path):
 def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tmp_path):
     page = Page(model_page([report_of(full, "p/dpo")]))
     after = ["curves", "findings", "lineage", "data", "recipe", "costs", "versions"]
-    assert sections(page) == ["facts", "scores", "verdicts", "answers", *after]
+    assert sections(page) == ["scores", "facts", "verdicts", "answers", *after]
     assert page.count("class", "chart") == 6 + 3
     store = WrittenStore(tmp_path / "artifacts")
     base = store.stage("base", {})
@@ -203,7 +203,7 @@ def test_the_model_stands_first_among_scores_then_its_gain_and_its_ancestors(ful
     overrides = [word.strip() for word in page.words if word.strip()]
     at = overrides.index("metric")
     assert overrides[at : at + 5] == ["metric", "dpo", "gain over sft", "sft", "base"]
-    row = overrides[overrides.index("exact_match ↑") :]
+    row = overrides[overrides.index("exact match ↑") :]
     assert row[1:8:2] == ["0.8", "+0.3", "0.5", "0.1"]
 
 

@@ -18,7 +18,7 @@ from flows.progress.run_record import (
     run_record_path,
 )
 from flows.progress.stage_progress import Progress
-from flows.reports.run import summary, views
+from flows.reports.run import _without_digests, summary, views
 from flows.reports.status import status_dict, status_text
 from lineage.filesystem.owner import Owner, host
 from lineage.record.attempts import record_attempt
@@ -279,6 +279,12 @@ def test_a_run_ends_with_what_matters_first_answers_the_lineage_page_and_command
         )
     }
     (output / "metrics.json").write_text(json.dumps(metrics))
+    scored = [("exact_match", n, {"base": 0.0, "sft": float(n % 2)}) for n in range(40)]
+    scored += [("unfinished_share", n, {"base": 1.0, "sft": 1.0}) for n in range(4)]
+    (output / "scores.jsonl").write_text("".join(
+        json.dumps({"metric": metric, "row": str(n), "group": str(n), "weight": 1, "scores": scores}) + "\n"
+        for metric, n, scores in scored
+    ))  # fmt: skip
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {n}?"}], "right answer": f"It is {n}.", "base": "no " * 90,
          "sft": f"It is {n * (n < 2)}."}
@@ -290,6 +296,8 @@ def test_a_run_ends_with_what_matters_first_answers_the_lineage_page_and_command
     at = next(index for index, line in enumerate(lines) if line.startswith("model "))
     assert lines[at].split("  ")[1].strip() == "form ↑" and "text ppl" in lines[at]
     assert lines[at + 2].split() == ["sft", "0.900", "0.50", "0.00", "120.0"]
+    verdict = "sft beside base: better: exact match (40 rows); too few rows to tell: answers cut off (4 rows)"
+    assert verdict in " ".join(text.split())
     assert text.count("What is ") == 3 and "  sft   It is 0.  (right)" in lines
     assert "  right answer  It is 2." in lines and "  base          " + ("no " * 90)[:99] + "…" in lines
     assert any(line.split()[:2] == ["sft", "1:01"] for line in lines)
@@ -318,3 +326,10 @@ def toy_plan_of_sft(tmp_path, monkeypatch):
     finish(make_plan(load_pipeline(overrides)))
     plan = make_plan(load_pipeline(overrides))
     return plan, plan.entry(plan.stage("evaluate")).output
+
+
+def test_a_stage_that_only_follows_names_what_changes_once():
+    moved = "input reference: sft@aaaa -> sft@bbbb; input sft: sft@aaaa -> sft@bbbb"
+    assert _without_digests(moved, ["sft"]) == "because sft changes"
+    assert _without_digests(f"max_length: 1 -> 2; {moved}", ["sft"]) == "max_length: 1 -> 2; because sft changes"
+    assert _without_digests(moved, []) == moved

@@ -51,7 +51,7 @@ form | CPT  | qlora | -      | method.adapter.dropout        | 0.1    | 0.1     
 form | DPO  | full  | -      | method.beta                   | 0.3    | -          | -       | 0.1 0.3 | -
 form | GRPO | full  | -      | method.beta                   | 0.0001 | -          | -       | 0.0001 | -
 form | GRPO | full  | -      | method.sampling.temperature   | 0.9    | -          | -       | 0.9 | -
-form | rows | other | -      | train share (1 - method.held_out) | -      | > 0.8      | -       | 0.81 0.95 | 0.8 0.5
+form | rows | other | -      | train share (1 - method.held_out) | -      | > 0.8      | -       | 0.81 0.95 0.7 | -
 size | SFT  | full  | small  | method.learning_rate          | -      | 1e-6..5e-6 | -       | 1e-6 5e-6 | 9e-7 6e-6
 size | SFT  | full  | medium | method.learning_rate          | -      | 5e-6..2e-5 | -       | 5e-6 2e-5 | 4e-6 3e-5
 size | SFT  | full  | large  | method.learning_rate          | -      | 1e-5..3e-5 | -       | 1e-5 3e-5 | 9e-6 4e-5

@@ -134,9 +134,5 @@ def test_a_rehearsal_in_two_steps_is_not_refused_for_being_short(tmp_path: Path)
     assert scratch_plan(pipeline, tmp_path / "short", num_steps=2, save_steps=1).advice.found == ()
 
 
-def test_rows_held_out_beyond_a_fifth_are_named(tmp_path: Path) -> None:
-    found = plan(tmp_path, PRETRAINED, "stages.instructions.method.held_out=0.3")
-    (line,) = lines_of(found)
-    assert line.startswith(
-        "advice: instructions: train share (1 - method.held_out)=0.7 is outside the recommended > 0.8"
-    )
+def test_few_rows_may_hold_out_more_than_a_fifth(tmp_path: Path) -> None:
+    assert lines_of(plan(tmp_path, PRETRAINED, "stages.instructions.method.held_out=0.3")) == []
