@@ -172,7 +172,8 @@ class Estimate:
     @property
     def basis(self) -> str:
         """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
-        longest = ", at most: all rows as long as max_length" if self.at_most else ""
+        most = "of other rows: time as of theirs, memory at most," if self.runs else "at most:"
+        longest = f", {most} all rows as long as max_length" if self.at_most else ""
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
@@ -269,15 +270,18 @@ class History:
     def lengths(self, method: Training, features: Features) -> tuple[float, int, bool]:
         """Mean tokens per row, tokens of the longest sequence, and whether these are known.
 
-        As past runs on the same data counted them, or else the maximum.
+        As past runs on the same data counted them; of other data the mean of the last run, and the maximum.
         """
         reads = getattr(method, "reads", None)
         most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
         own = (features.rows, features.method)
         runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
         is_joined = reads is not None and reads.joined
-        if not runs or is_joined:
-            return most, method.max_length, is_joined
+        if is_joined:
+            return most, method.max_length, True
+        if not runs:  # other rows: the time is that of rows as long as the last ones, memory that of the longest
+            near = self.near(features)
+            return min(most, near[-1].features.row_tokens or most) if near else most, method.max_length, False
         mean = max(runs, key=lambda each: each.num_steps).row_tokens or most
         whole = (each.max_length for each in runs if not each.is_cut)  # which bounds the length of a row
         return min(mean, most), min([method.max_length, *whole]), True

@@ -154,14 +154,14 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
 
 
-def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_rows_are(demo):
+def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_longest_row_is(demo):
     remember(demo(), "sft", memory=2**31, seconds=100.0, row_tokens=64.0, is_cut=False, rows="others")
     found = estimates(demo())["sft"]
     assert (
         found.basis == "measured on 1 run, which missed its estimate by 100% in memory and 10% in time, "
-        "at most: all rows as long as max_length"
+        "of other rows: time as of theirs, memory at most, all rows as long as max_length"
     )
-    assert found.least < 2**30 < found.memory
+    assert found.least < 2**30 < found.memory and found.features.row_tokens == 64.0
 
 
 def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo, monkeypatch):
