@@ -43,7 +43,7 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
     "smollm2-sft": {"pipeline": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "preset": "medium"},
     "llama-8b": {
         "pipeline": "sft", "model": "meta-llama/Llama-3.1-8B-Instruct", "preset": "large", "precision": "bf16",
-        **{f"resources.{name}": value for name, value in _CARDS.items()}, "resources.zero_stage": "2",
+        **{f"resources.{name}": value for name, value in _CARDS.items()}, "resources.sharding": "zero2",
         "resources.gradient_checkpointing": '"on"',
     },
     "llama-70b-lora": {

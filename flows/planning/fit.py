@@ -122,7 +122,9 @@ def _scored(plan: Plan, estimator: Estimator) -> Iterator[tuple[str, bool]]:
 def _remedy(change: Change, planned: PlannedStage) -> str:
     if not change.overrides:
         instead = (
-            "several GPUs with resources=fsdp" if planned.stage.resources.gpus_per_worker else "a GPU: resources=gpu"
+            "more GPUs: resources=fsdp resources.num_workers=8"
+            if planned.stage.resources.gpus_per_worker
+            else "a GPU: resources=gpu"
         )
         return (
             "no smaller micro batch, adapter or sharding makes it fit: at the least it needs "

@@ -252,7 +252,7 @@ def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
 
 def test_the_command_stops_refuses_other_workers_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     graph = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt")
-    saving = ("resources=zero2", "resources.cpus_per_worker=1", "resources.save_steps=10")
+    saving = ("resources=cluster", "resources.sharding=zero2", "resources.cpus_per_worker=1", "resources.save_steps=10")
     command = Command(
         tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=120",
         "stages.sft.method.max_length=64", *write_own_rows(tmp_path)[:2],

@@ -32,7 +32,7 @@ def test_a_field_reruns_its_stage_and_what_depends_on_it_and_the_reason_names_bo
 @pytest.mark.parametrize(
     "override",
     ["resources.micro_batch_size=4", "resources=cluster", "resources.cpus_per_worker=1", "resources.gpus_per_worker=1",
-     "resources=zero2", "resources=foreground", "resources.launcher=process", "code_drift=rerun"],
+     "resources.num_workers=2", "resources=foreground", "resources.launcher=process", "code_drift=rerun"],
 )  # fmt: skip
 def test_execution_is_not_identity(toy, override):
     finish(toy())
