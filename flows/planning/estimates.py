@@ -648,12 +648,23 @@ def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:
 
 
 def unseen_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
-    """A note that memory is not checked, since no GPU is seen."""
+    """Notes that memory is not checked, since no GPU is seen, and on the GPU that times assume if none was measured."""
+    timed = [
+        name for name, each in estimates.items()
+        if not each.runs and each.seconds and (own := plan.stage(name).stage).resources.gpus_per_worker
+        and isinstance(own.method, Training) and not known_peak(own.resources, own.method.precision)
+    ]  # fmt: skip
+    reached = _FLOPS["gpu"] / 1e12
+    speed = (
+        f"{', '.join(timed)}: no training measured a GPU here: times are of one that reaches {reached:g} TFLOP/s, "
+        f"whatever gpu_memory_gib is; a card that reaches {reached / 4:g} takes about four times as long"
+    )
     here = [
         name for name in estimates
         if not (planned := plan.stage(name)).runs_elsewhere and not capacity(planned.stage.resources)
     ]  # fmt: skip
-    return [f"{', '.join(here)}: {NO_GPU}, so memory is not checked; {PLAN_FOR}"] if here else []
+    memory_note = f"{', '.join(here)}: {NO_GPU}, so memory is not checked; {PLAN_FOR}"
+    return [*([memory_note] if here else []), *([speed] if timed else [])]
 
 
 def scoring_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:

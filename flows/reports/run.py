@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from flows.declare.project import without_project
+from flows.planning.adapter_choice import capacity
 from flows.planning.advice import advice_lines
 from flows.planning.estimates import Estimate, Scoring, Totals, in_all
 from flows.planning.plan import Plan, PlannedStage
@@ -172,22 +173,33 @@ def plan_dict(
     return document | ({"estimate": in_all(list(estimates.values()))} if estimates else {})
 
 
-def _estimate_table(estimates: Mapping[str, Estimate], scorings: Mapping[str, Scoring]) -> list[str]:
-    """Table of the estimates with totals of the trainings; empty without estimates."""
+def _estimate_table(plan: Plan, estimates: Mapping[str, Estimate], scorings: Mapping[str, Scoring]) -> list[str]:
+    """Table of the estimates with totals of the trainings; empty without estimates. What does not fit has its limit."""
     if not estimates and not scorings:
         return []
-    rows = [(name, *_cells(in_all([each])), each.basis) for name, each in estimates.items()]
+    rows = [
+        (name, f"{memory}{_limit(plan.stage(name), each.memory)}", *rest, each.basis)
+        for name, each in estimates.items()
+        for memory, *rest in [_cells(in_all([each]))]
+    ]
     if len(rows) > 1:
         rows.append(("trainings (most GiB)", *_cells(in_all(list(estimates.values()))), ""))
     for name, each in scorings.items():
         time = "" if each.seconds is None else clock(each.seconds)
-        rows.append((name, f"{each.memory / 2**30:.2f}", "", time, "", "", "", each.basis))
+        memory = f"{each.memory / 2**30:.2f}{_limit(plan.stage(name), each.memory)}"
+        rows.append((name, memory, "", time, "", "", "", each.basis))
     columns = ("stage", "GiB per worker", "GiB on disk", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
     shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
     for row in rows:
         table.add_row(*(row[index] for index in shown))
     return [plain_text(table)]
+
+
+def _limit(planned: PlannedStage, need: int) -> str:
+    """What a worker has, where it is less than this need."""
+    held = 0 if planned.runs_elsewhere else capacity(planned.stage.resources)
+    return f" > {held / 2**30:.2f}" if held and need > held else ""
 
 
 def _cells(total: Totals) -> tuple[str, ...]:
@@ -238,7 +250,7 @@ def plan_table(
         for planned in plan.stale if planned.kernels
     ]  # fmt: skip
     trained = plain_text(settings) if settings.rows else ""
-    needed = [*_estimate_table(estimates or {}, scorings or {}), *advice_lines(plan.advice)]
+    needed = [*_estimate_table(plan, estimates or {}, scorings or {}), *advice_lines(plan.advice)]
     parts = [head, plain_text(table), trained, "\n".join(kernels), *needed, "\n".join(plan.notes), verdict]
     return on_screen("\n\n".join(filter(None, parts)))
 

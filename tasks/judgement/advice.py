@@ -231,6 +231,8 @@ class Case:
     def is_inside(self, row: Row, bound: Range) -> bool:
         """Whether the value of the row's field is inside a range of the row."""
         value = self.values[row.field]
+        if value == "auto":  # which the training decides
+            return True
         if isinstance(value, str):
             return value in bound
         if row.field == VALIDATION:  # a training may be short for the bound, also while its length is unknown

@@ -414,7 +414,8 @@ def test_the_command_divides_over_ray_workers_and_the_output_is_that_of_one(tmp_
         tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=4",
         "stages.sft.method.max_length=64", *write_own_rows(tmp_path)[:2],
     )  # fmt: skip
-    sft = command.run("resources=cluster", "resources.sharding=fsdp", "resources.cpus_per_worker=1", "resources.timeout_minutes=5")["sft"]
+    divided = ("resources=cluster", "resources.sharding=fsdp", "resources.cpus_per_worker=1")
+    sft = command.run(*divided, "resources.timeout_minutes=5")["sft"]
     assert command.states()["sft"] == "reuse"  # sharding is no identity
     one = command.run(f"store={tmp_path}/one")["sft"]
     found, expected = (weights(Path(each["output"])) for each in (sft, one))

@@ -443,15 +443,15 @@ def test_a_gpu_that_is_not_here_is_planned_for_by_its_memory(demo, monkeypatch, 
     plan = demo(*ON_GPU)
     unseen = estimates(plan)
     assert unseen["sft"].basis.endswith("at least: one row at once")
-    assert unseen_notes(plan, unseen) == [
-        f"sft: {adapter_choice.NO_GPU}, so memory is not checked; {adapter_choice.PLAN_FOR}"
-    ]
+    not_checked, assumed = unseen_notes(plan, unseen)
+    assert not_checked == f"sft: {adapter_choice.NO_GPU}, so memory is not checked; {adapter_choice.PLAN_FOR}"
+    assert "times are of one that reaches 400 TFLOP/s" in assumed
     with pytest.raises(ConfigError, match="no GPU is seen on this machine, whose memory decides"):
         require_fits(plan, unseen, Estimator(plan, History()), tmp_path / "fit.yaml")
     plan = demo(*ON_GPU, "resources.gpu_memory_gib=24")
     found = estimates(plan)
     assert found["sft"].memory == unseen["sft"].memory  # a row as long as max_length is never divided
-    assert not unseen_notes(plan, found)
+    assert unseen_notes(plan, found) == [assumed]
     require_fits(plan, found, Estimator(plan, History()), tmp_path / "fit.yaml")
     words = yaml.safe_load((tmp_path / "fit.yaml").read_text())["overrides"]
     assert words == ["stages.sft.resources.gradient_checkpointing=on"]
