@@ -322,19 +322,30 @@ def stub_scores(benchmark: Benchmark) -> list[RowScores]:
 
 
 def _likely(task: "Task", request: "object", stub: str) -> tuple[float, bool]:
-    target, index = task.doc_to_target(request.doc), request.idx  # type: ignore[attr-defined]
-    if task.OUTPUT_TYPE == "multiple_choice":
-        choices = task.doc_to_choice(request.doc)  # type: ignore[attr-defined]
-        gold = target[0] if isinstance(target, list) else target
-        gold = choices.index(gold) if isinstance(gold, str) else gold
-        wanted = gold if stub == "right" else (gold + 1) % len(choices)
-        return (0.0, True) if index % len(choices) == wanted else (-1e3, False)
-    return (0.0, True) if stub == "right" else (-1e3, False)
+    """The log-likelihood of a text, and whether it is the likeliest; of choices 0 for the one that a stub takes."""
+    doc, index = request.doc, request.idx  # type: ignore[attr-defined]
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return (0.0, True) if stub == "right" else (-1e3, False)
+    choices = task.doc_to_choice(doc)
+    if index >= len(choices):  # the choice alone, for `acc_mutual_info`
+        return -1.0, False
+    gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    golds = [choices.index(each) if isinstance(each, str) else each for each in _listed(gold)]
+    # The last of the others: an own `process_results`, as of TruthfulQA, may take further ones for right.
+    wrong = next((each for each in reversed(range(len(choices))) if each not in golds), None)
+    taken = golds[0] if stub == "right" else wrong
+    return (0.0, True) if index == taken else (-1e3, False)
 
 
 def _text(task: "Task", request: "object", stub: str) -> str:
-    target = task.doc_to_target(request.doc)  # type: ignore[attr-defined]
-    return str(target[0] if isinstance(target, list) else target) if stub == "right" else ""
+    gold = _listed(task.doc_to_target(request.doc))[0]  # type: ignore[attr-defined]
+    if task.config.doc_to_choice is not None and isinstance(gold, int):
+        gold = task.doc_to_choice(request.doc)[gold]  # type: ignore[attr-defined]
+    return str(gold) if stub == "right" else ""
+
+
+def _listed(gold: object) -> list[object]:
+    return gold if isinstance(gold, list) else [gold]
 
 
 def _measured(benchmark: Benchmark, name: str, model: "LM") -> Measurement:

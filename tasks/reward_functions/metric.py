@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import yaml
 from annotated_types import Ge, Gt
 
+from lineage.artifact import Source
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_file, digest_of
 from tasks.reward_functions.built_in import BUILT_IN
@@ -279,19 +280,31 @@ def data_files(task: Mapping[str, object], path: Path) -> dict[str, list[Path]]:
 def asked_texts(metric: Metric) -> list[str]:
     """What a local benchmark asks: of each row the columns that ``doc_to_text`` names, or all its texts.
 
-    Files that are not JSON or JSON Lines are left out.
+    Raises:
+        DataError: a file is none that sources are read from.
     """
     task, found = local_task(metric), list[str]()
     options = task.get("dataset_kwargs")
     named = re.findall(r"{{\s*(\w+)", str(task.get("doc_to_text"))) or [str(task.get("doc_to_text"))]
     for path in (each for paths in data_files(task, Path(metric.task)).values() for each in paths):
-        if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        if "://" in str(path):
             continue
-        rows = _json_rows(path, options.get("field") if isinstance(options, dict) else None)
-        for row in (each for each in rows if isinstance(each, dict)):
+        for row in _rows(path, options.get("field") if isinstance(options, dict) else None):
             texts = [row[name] for name in named if name in row] or [*row.values()]
             found.append("\n".join(each for each in texts if isinstance(each, str)))
     return found
+
+
+def _rows(path: Path, field: str | None) -> Iterator[Mapping[str, object]]:
+    """The rows of a local file."""
+    if path.suffix in (".json", ".jsonl"):  # its rows may be below a field
+        yield from (each for each in _json_rows(path, field) if isinstance(each, dict))
+        return
+    from tasks.data.reading.chunk import Row
+    from tasks.data.reading.read import read_chunks
+
+    for chunk in read_chunks(Source(path=str(path))):
+        yield from (each.fields for each in chunk.rows() if isinstance(each, Row))
 
 
 def _json_rows(path: Path, field: str | None) -> list[object]:

@@ -63,6 +63,12 @@ metric_list: [{metric: word_perplexity}]
 metadata: {version: 1.0}
 """
 
+INPUTS = CHOICE.replace("{{question}}", "{{answer}}").replace(
+    "doc_to_target: answer", "doc_to_target: of it"
+)  # WinoGrande
+SEVERAL = CHOICE.replace("doc_to_target: answer", 'doc_to_target: "{{[answer, (answer + 1) % 3]}}"')
+SPELLED = WRITTEN.replace('doc_to_target: "{{choices[answer]}}"', "doc_to_target: answer\ndoc_to_choice: '{{choices}}'")
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +92,10 @@ def local(folder: Path, content: str = CHOICE, count: int = 6, **options: object
     ("content", "metric", "right", "wrong"),
     [
         (CHOICE, "acc", 1, 0),
+        (INPUTS, "acc", 1, 0),
+        (SEVERAL, "acc", 1, 0),
+        (CHOICE.replace("metric: acc", "metric: acc_mutual_info"), "acc_mutual_info", 1, 0),
+        (SPELLED, "exact_match", 1, 0),
         (WRITTEN, "exact_match", 1, 0),
         (TEXT, "word_perplexity", 1, pytest.approx(math.exp(100 / 3))),
     ],

@@ -218,9 +218,10 @@ def test_metrics_are_identity_and_where_they_lie_is_not(tmp_path):
         ("a.json", '\ufeff[{"q": "a\u2028b"},\n {"q": "c"}]'),
         ("a.json", '{\n "rows": [{"q": "a\u2028b"},\n {"q": "c"}]\n}'),
         ("a.jsonl", '{"q": "a\u2028b"}\nnot JSON'),
+        ("a.csv", 'q,n\n"a\u2028b",1\n"c",2\n'),
     ],
 )
-def test_what_a_benchmark_asks_is_read_from_any_json(tmp_path, name, text):
+def test_what_a_benchmark_asks_is_read_from_any_file_of_rows(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8")
     task = f'task: a\ndoc_to_text: "{{{{q}}}}"\ndataset_kwargs: {{data_files: {name}, field: rows}}\n'
     (tmp_path / "task.yaml").write_text(task)
