@@ -88,9 +88,11 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
     assert "and a person rolled it back: posttrain promote learner@" in generations.toy("plan").stdout
     assert generations.heard == []
 
-    (folder / "rows.jsonl").write_text("no JSON\n")
+    assert generations.toy("run", "stages.learner.method.fail=true").returncode == 1
+    generations.say("failed", "stage learner failed", "told to fail", f"Alias champion stays with learner@{two}.")
+    (folder / "rows.jsonl").write_text("no JSON\n")  # the plan refuses it, before anything could fail
     assert generations.toy("run").returncode == 2
-    generations.say("failed", "stage data failed", "not JSON", f"Alias champion stays with learner@{two}.")
+    assert generations.heard == []
 
 
 def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, prefect_url):
