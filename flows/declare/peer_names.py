@@ -435,7 +435,9 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
         inside = field_names(_class_at(cls, loc))
         name = next((each for each in ("name", "type", "format") if each in inside), "")
         hint = f"; write {path}.{name}={VALUES.get(named, named)}" if name else hint
-    if str(detail["type"]).startswith(("float_", "int_")):
+    if str(detail["input"]).lower() in ("none", "off", "no", "false") and _may_be_null(cls, loc):
+        hint = f"; {path}=null turns it off"
+    if str(detail["type"]).startswith(("float_", "int_")) and not hint:
         hint = f"; write {path}=NUMBER"
     if detail["type"] == "string_type" and isinstance(detail["input"], list) and path.endswith(".path"):
         hint = "; several files are a glob such as 'data=rows-*.jsonl', or a folder"
@@ -444,6 +446,13 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
     if detail["type"] == "string_type" and isinstance(detail["input"], bool):
         hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
     return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
+
+
+def _may_be_null(cls: type, loc: tuple[str | int, ...]) -> bool:
+    """Whether the field at this place may be null."""
+    names = [each for each in loc if isinstance(each, str) and each in field_names(_class_at(cls, loc[:-1]))]
+    own = next((each for each in fields(_class_at(cls, loc[:-1])) if each.name in names[-1:]), None)
+    return own is not None and own.default is None
 
 
 def _elsewhere(cls: type, key: str, path: str) -> str:

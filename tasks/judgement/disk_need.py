@@ -138,6 +138,8 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
     # A checkpoint by time is written beside the one before, however long the stage takes.
     by_clock = min(2, saves) if resources.save_minutes is not None else 0
     kept = resources.keep_last + keep_best + bool(method.best)
+    in_bf16 = resources.frozen_dtype(resources.resolved_precision(method.precision)) == "bf16"
+    is_half = method.optimizer.weights or (method.adapter and not method.quantization and in_bf16)  # a merged base
     return DiskNeed(
         checkpoint=saved * _WEIGHT_BYTES
         + trained * (method.optimizer.state_bytes + (_ZERO_BYTES if resources.sharding.startswith("zero") else 0)),
@@ -145,8 +147,8 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
         most=min(kept + 1, saves),
         kept=min(kept, saves),
         staying=min(keep_best, by_steps),
-        output=(adapter if method.save == "adapter" else weights + adapter)
-        * (_WEIGHT_BYTES // 2 if method.optimizer.weights else _WEIGHT_BYTES)
+        output=(0 if method.save == "adapter" else weights) * (_WEIGHT_BYTES // 2 if is_half else _WEIGHT_BYTES)
+        + adapter * (_WEIGHT_BYTES // 2 if method.optimizer.weights else _WEIGHT_BYTES)
         + (weights * _WEIGHT_BYTES if holds_parts(resources) else 0),
     )
 

@@ -47,6 +47,11 @@ def test_weights_in_two_halves_are_saved_whole_in_checkpoints_and_rounded_in_the
     assert (found.checkpoint, found.output) == (12 * WEIGHTS, 2 * WEIGHTS)
 
 
+def test_a_merged_output_is_in_the_dtype_of_the_frozen_base() -> None:
+    whole, half = (need(adapter=Adapter(rank=1), weights=weights).output for weights in ("fp32", "bf16"))
+    assert whole - half == 2 * WEIGHTS  # the adapter beside it stays in fp32
+
+
 def test_the_output_counts_beside_the_checkpoints_that_are_left_when_it_is_written() -> None:
     found = need(adapter=Adapter(rank=1), save_steps=10)
     assert found.output > found.checkpoint

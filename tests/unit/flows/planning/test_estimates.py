@@ -11,6 +11,7 @@ from flows.planning import adapter_choice, fit
 from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes, scoring_notes, unseen_notes
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
+from flows.reports import run as reports_run
 from flows.reports.run import plan_dict, plan_table
 from flows.stages import execute
 from lineage.artifact import Kind
@@ -303,6 +304,8 @@ def test_an_evaluation_that_may_not_fit_is_warned_of_and_one_whose_weights_do_no
     estimator = Estimator(plan, History())
     need = estimator.scorings(plan.stale)["evaluate"]
     monkeypatch.setattr(fit, "capacity", lambda resources: need.memory - 1)
+    monkeypatch.setattr(reports_run, "capacity", lambda resources: need.memory // 2)
+    assert f" > {need.memory / 2**31:.2f}" in plan_table(plan, {}, {"evaluate": need})
     require_fits(plan, {}, estimator)
     assert "stages.evaluate may need, if its rows are as long as max_length allows, 0." in caplog.text
     monkeypatch.setattr(fit, "capacity", lambda resources: need.least - 1)
