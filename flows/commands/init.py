@@ -102,6 +102,7 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
+        action="extend",
         nargs="+",
         default=[],
         metavar="FILE",

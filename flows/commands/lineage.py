@@ -43,7 +43,7 @@ def run_lineage(options: argparse.Namespace) -> int:
 def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", nargs="?", metavar="REF", help="a model, such as cpt-sft-dpo/dpo or alias:champion")
     add_overrides(parser)
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two models beside each other")
+    parser.add_argument("--compare", action="extend", nargs=2, metavar=("A", "B"), help="two models beside each other")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--html", type=local_path, metavar="FILE", help="where the page goes; default: report-MODEL.html")
     form.add_argument("--json", action="store_true", help="print one JSON object")

@@ -127,7 +127,9 @@ def add_canary(parser: argparse.ArgumentParser) -> None:
     )
     check.set_defaults(command=run_canary_check)
     for each in (record, check):
-        each.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these recipes alone; default: all")
+        each.add_argument(
+            "--only", action="extend", nargs="+", default=[], metavar="NAME", help="these recipes alone; default: all"
+        )
         add_json(each)
 
 

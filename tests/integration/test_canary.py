@@ -196,8 +196,11 @@ def test_a_file_that_is_no_record_is_refused(
     ("overrides", "message"),
     [
         (["check", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["check", "--only", "dpo"], "--only dpo: canary.json has no such recipe; it has: sft, merge"),
-        (["record", "--only", "psychic"], "--only psychic: no such recipe; there are: cpt, sft"),
+        (
+            ["check", "--only", "dpo", "--only", "merge"],
+            "--only dpo: canary.json has no such recipe; it has: sft, merge",
+        ),
+        (["record", "--only", "psychic", "--only", "sft"], "--only psychic: no such recipe; there are: cpt, sft"),
         (["record", "--only", "sft-gpu"], "none of these recipes can run here (sft-gpu: no NVIDIA GPU here)"),
         (["check", "--isolated"], "unknown option --isolated"),
     ],

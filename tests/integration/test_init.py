@@ -113,7 +113,9 @@ def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
     found = project(command)
     assert found["pipeline"] == "sft-dpo"
     assert (found["data.instructions"], found["data.preferences"]) == ("../chats.jsonl", "../pairs.jsonl")
-    refused = command("init", "other", "--from", "rlhf-ppo", "--data", "instructions=chats.jsonl", "problems.jsonl")
+    refused = command(
+        "init", "other", "--from", "rlhf-ppo", "--data", "instructions=chats.jsonl", "--data", "problems.jsonl"
+    )
     assert refused.returncode == 0, refused.stderr
     again = command("init", "mine", "--data", "chats.jsonl")
     assert again.returncode == 2 and "posttrain.yaml: is there already" in again.stderr

@@ -279,6 +279,10 @@ def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
         (("source:chats",), "is a source or deleted"),
         (("p/none",), "p/none: no such artifact"),
         ((), "no REF is given"),
+        (
+            ("--compare", "p/sft", "p/dpo", "--compare", "p/sft", "p/dpo"),
+            "4 REFs are given (p/sft, p/dpo, p/sft, p/dpo)",
+        ),
         (("--compare", "p/sft", "p/dpo", "--card"), "a card is of one model"),
         (("p/dpo", "--repo", "owner/name"), "--repo owner/name: names the model in its card alone; add --card"),
     ],
