@@ -237,7 +237,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
         ("stages.left.method.learning_rate=true", "stages.left.method.learning_rate=true: .*valid number"),
         ("stages.left.method.num_steps=2.5", "valid integer"),
-        ("stages.left.method.num_steps=none", "valid integer.*; stages.left.method.num_steps=null turns it off"),
+        ("resources.save_steps=none", r"save_steps=null turns it off"),
         ("stages.left.method.num_steps=many", 'num_steps="many": .*valid integer'),
         ("stages.left.method.warmup_ratio=-1", "greater than or equal to 0"),
         ("stages.left.method.lr_schedule=sine", "'constant', .*'linear', 'cosine', .* or 'reduce_lr_on_plateau'"),
