@@ -31,7 +31,7 @@ class ToyBlank(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyLearner(Method):
-    """Learns a point from every new row that says ``good``, and unlearns ten from one that says ``bad``."""
+    """Learns a point from every new row, unlearns ten from one that says ``bad``, and fails at ``broken``."""
 
     consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT, "rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
@@ -41,6 +41,8 @@ class ToyLearner(Method):
         import pyarrow.parquet as pq
 
         texts = pq.read_table(inputs["rows"].path / TRAIN)["text"].to_pylist()
+        if any("broken" in text for text in texts):
+            raise ValueError("told to fail")
         points = sum(-10 if "bad" in text else 1 for text in texts)
         skill = json.loads((inputs["policy"].path / _FILE).read_text()) + points
         (ctx.output_dir / _FILE).write_text(json.dumps(skill))

@@ -88,7 +88,8 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
     assert "and a person rolled it back: posttrain promote learner@" in generations.toy("plan").stdout
     assert generations.heard == []
 
-    assert generations.toy("run", "stages.learner.method.fail=true").returncode == 1
+    generations.grow("broken", 60)
+    assert generations.toy("run").returncode == 1
     generations.say("failed", "stage learner failed", "told to fail", f"Alias champion stays with learner@{two}.")
     (folder / "rows.jsonl").write_text("no JSON\n")  # the plan refuses it, before anything could fail
     assert generations.toy("run").returncode == 2
