@@ -27,7 +27,6 @@ _MEASURED_ON = {
     **dict.fromkeys(("answer_perplexity", "exact_match", "one_sentence_share", "answer_tokens"), ("conversations",)),
     **dict.fromkeys(("preference_accuracy", "logp_accuracy", "mean_logp_accuracy", "accuracy"), ("pairs",)),
     **dict.fromkeys(("unpaired_accuracy", "unpaired_auc"), ("unpaired",)),
-    "lm_eval": (),  # they have rows of their own
 }
 _ANSWERED, _TRAINED_ON = ("prompts", "conversations", "pairs", "unpaired"), ("rows", "pairs", "prompts")
 MAX_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters
@@ -204,7 +203,8 @@ def metrics_of_models(
         slot, _, name = key.partition("/")
         of = models.get("policy") if key.startswith("evaluation/base/") else own or models.get(slot)
         slots = _TRAINED_ON if own else _MEASURED_ON.get(name.partition("/")[0], _ANSWERED)
-        rows = next((data[slot].dataset for slot in slots if slot in data), None)
+        has_own = name.removeprefix("base/").startswith("lm_eval/")  # a benchmark has rows of its own
+        rows = None if has_own else next((data[slot].dataset for slot in slots if slot in data), None)
         at = (each.key, each.value, each.timestamp, each.step)
         if of:
             found.append(Metric(*at, of, rows and rows.name, rows and rows.digest))

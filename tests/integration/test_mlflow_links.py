@@ -74,6 +74,7 @@ def test_reports_read_models_and_make_none(uri, client, store):
 
 def test_metrics_of_models_belong_to_the_data_that_they_were_measured_on(uri, client, store):
     metrics = {"loss": 0.4, "evaluation/f1": 0.5, "evaluation/base/f1": 0.2}
+    metrics |= {"evaluation/lm_eval/arc/acc": 0.3, "evaluation/base/lm_eval/arc/acc": 0.1}
     made = store.chain(metrics=metrics)
     _, of_dpo = record(uri, store, made["dpo"], [made["cpt"], made["pairs"]])
     policies = {"cpt": made["cpt"], "dpo": made["dpo"], "text": made["corpus"]}
@@ -94,7 +95,8 @@ def test_metrics_of_models_belong_to_the_data_that_they_were_measured_on(uri, cl
     pairs, corpus = made["pairs"].output_digest[:36], made["corpus"].output_digest[:36]
     assert of(of_dpo.stage) == {
         ("dpo", "loss", 0.4, "pairs", pairs), ("dpo", "evaluation/f1", 0.5, "pairs", pairs),
-        ("cpt", "evaluation/base/f1", 0.2, "pairs", pairs),
+        ("cpt", "evaluation/base/f1", 0.2, "pairs", pairs), ("dpo", "evaluation/lm_eval/arc/acc", 0.3, None, None),
+        ("cpt", "evaluation/base/lm_eval/arc/acc", 0.1, None, None),
     }  # fmt: skip
     assert of(of_report.stage) == {
         ("dpo", "dpo/text_perplexity", 3.0, "corpus", corpus), ("cpt", "cpt/text_perplexity", 4.0, "corpus", corpus),
