@@ -637,6 +637,8 @@ def _scores_beside(node: Node) -> Scores | None:
     rows = [_score_row(name, ["base", "model"], metrics, by_row.get(name)) for name in names]
     start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
     columns, protocol = [start.removeprefix(SOURCE), node.name], [("step", f"{step:.0f}")] if by_row else []
+    settings = _flat(cast("Facts", read_json(folder, BENCHMARKS_FILE) or {}))
+    protocol += [(name, str(value)) for name, value in settings]
     count = max((len(each.row_ids) for each in by_row.values()), default=0)
     failed = [*node.manifest.failed_scores.items()]
     found = Scores(

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from flows.reports.model import compared, model_page, model_report
+from flows.reports.model import Report, compared, model_page, model_report
 from flows.reports.sweep import write_pages
 from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
 from tasks.data.images import IMAGES
+from tasks.evaluate.benchmarks import BENCHMARKS_FILE
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.command import call
 from tests.drawn_graphs import ATTACK, Page
@@ -248,6 +249,23 @@ def test_two_models_stand_beside_each_other(full, tmp_path):
     traces = [trace["name"] for chart in json.loads(page.raw["script"][0])["charts"] for trace in chart["traces"]]
     assert traces[:4] == ["A loss", "A val/loss", "B loss", "B val/loss"]
     assert "A: sft" in page.words and "sft says What is a list?" in page.words
+
+
+def test_the_settings_of_a_benchmark_beside_the_training_tell_two_scores_apart(tmp_path):
+    reports, name = list[Report](), "lm_eval/arc"
+    for side, chat_template in (("a", False), ("b", True)):
+        store = WrittenStore(tmp_path / side)
+        metrics = {"steps": 6.0, f"evaluation/{name}/acc": 0.5, f"evaluation/base/{name}/acc": 0.4}
+        sft = store.stage("sft", {"policy": store.stage("base", {})}, metrics=metrics)
+        folder = entry_of(store, sft).path / "evaluation" / "step-6"
+        folder.mkdir(parents=True)
+        (folder / BENCHMARKS_FILE).write_text(json.dumps({name: {"num_fewshot": 0, "chat_template": chat_template}}))
+        reports.append(report_of(store, node(sft)))
+        (scores,) = reports[-1]["scores"]
+        assert (f"{name}.chat_template", str(chat_template)) in scores["protocol"]
+    for other, how in ((reports[1], ", on other rows or other settings"), (reports[0], "")):
+        (found,) = compared([reports[0], other])[0]
+        assert [row["metric"] for row in found["rows"]] == [f"{name}/acc{how}"]
 
 
 @pytest.mark.parametrize("change", ["rows", "settings", "reference"])
