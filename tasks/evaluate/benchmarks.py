@@ -34,6 +34,7 @@ _NAMED = re.compile(
     r"^(?:task|group|tag):[ ]*[\"']?([^\s\"'#\[]+)[\"']?[ ]*(?:#.*)?$|^(?:tag|group):[ ]*\n((?:[ ]*-[^\n]*\n?)+)", re.M
 )
 _DATASET = re.compile(r"^dataset_path:\s*[\"']?([\w./-]+)", re.M)
+_NO_ROWS = ("README.md", ".gitattributes")  # files of a data set's repository
 _BOUNDED = ("acc", "exact_match")  # beginnings of names of metrics that are shares
 
 logger = logging.getLogger(__name__)
@@ -170,13 +171,21 @@ def _data_of(path: Path) -> set[str]:
 
 
 def _is_kept(dataset: str) -> bool:
-    """Whether a cache of the Hub or of ``datasets`` has a data set."""
+    """Whether a cache of the Hub or of ``datasets`` has rows of a data set, and not what a cut download left."""
     from huggingface_hub import constants
 
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
     name = dataset.replace("/", "").replace("_", "").lower()
-    kept = (each.name.replace("_", "").lower() == name for each in (made.iterdir() if made.is_dir() else ()))
-    return Path(constants.HF_HUB_CACHE, f"datasets--{dataset.replace('/', '--')}").is_dir() or any(kept)
+    built = [each for each in made.glob("*") if each.name.replace("_", "").lower() == name]
+    if any(not file.parent.name.endswith(".incomplete") for each in built for file in each.rglob("*.arrow")):
+        return True
+    hub = Path(constants.HF_HUB_CACHE, f"datasets--{dataset.replace('/', '--')}")
+    for each in hub.glob("blobs/*.incomplete"):
+        if not each.with_name(each.name.partition(".")[0]).exists():
+            return False
+    main = hub / "refs/main"
+    files = hub.glob(f"snapshots/{main.read_text().strip() if main.is_file() else '*'}/**/*")
+    return any(each.is_file() and each.name not in _NO_ROWS for each in files)
 
 
 def _why_unreached(address: str) -> str:

@@ -1,5 +1,6 @@
 """Metrics that an evaluation is asked for: what they give, what they refuse, and what a bad value becomes."""
 
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -247,10 +248,24 @@ def test_a_bundled_benchmark_whose_rows_are_not_reached_is_named_with_a_command(
             command = "hf download --repo-type dataset allenai/ai2_arc"
             with pytest.raises(ConfigError, match=f"{each.label}: .*{why}.*{command}"):
                 benchmarks.require_reached([each])
-    for kept in ("hub/datasets--allenai--ai2_arc", "home/datasets/allenai___ai2_arc"):
-        (tmp_path / kept).mkdir(parents=True)
-        benchmarks.require_reached(asked)
-        (tmp_path / kept).rmdir()
+    hub, made = "hub/datasets--allenai--ai2_arc", "home/datasets/allenai___ai2_arc/default/0.0.0"
+    (cut, main), rows = (f"{hub}/blobs/b1.x.incomplete", f"{hub}/refs/main"), f"{hub}/snapshots/c1/data/test.parquet"
+    for files, is_kept in (
+        ((f"{hub}/",), False), ((f"{made}/",), False), ((main, f"{hub}/snapshots/c1/"), False),
+        ((main, f"{hub}/snapshots/c1/README.md"), False), ((main, f"{hub}/snapshots/c0/test.parquet"), False),
+        ((main, rows, cut), False), ((main, rows, cut, f"{hub}/blobs/b1"), True), ((main, rows), True), ((rows,), True),
+        ((f"{made}/f1.incomplete/a.arrow",), False), ((f"{made}/f1/a.arrow",), True),
+    ):  # fmt: skip
+        for each in files:
+            place = tmp_path / each
+            (place if each.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
+            if not each.endswith("/"):
+                place.write_text("c1")
+        assert benchmarks._is_kept("allenai/ai2_arc") is is_kept, files
+        if is_kept:
+            benchmarks.require_reached(asked)
+        for folder in ("hub", "home"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
     index = SimpleNamespace(TaskManager=lambda: SimpleNamespace(task_index={}))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", index)
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(tasks=index))
