@@ -38,14 +38,13 @@ from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
 from lineage.markup import html_page
 from lineage.record.attempts import attempts
-from lineage.record.metrics_file import is_of_machine, read_reports
+from lineage.record.metrics_file import BENCHMARKS_FILE, is_of_machine, read_reports
 from lineage.record.run_file import RunFile
 from lineage.record.verdict import interval_text, read_verdict
 from lineage.source.model_files import read_json
 from lineage.store import Entry, Manifest
 from tasks.context import Resources
 from tasks.data.images import MARK, StoredImages, marked
-from tasks.evaluate.benchmarks import BENCHMARKS_FILE
 from tasks.evaluate.report import ANSWERS_FILE, title_of
 from tasks.evaluate.row_scores import (
     POLICIES_FILE,

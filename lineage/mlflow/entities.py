@@ -188,22 +188,24 @@ def stage_data(slot: str, manifest: Manifest, output: Path, labels: list[str]) -
 
 
 def metrics_of_models(
-    metrics: Iterable[Metric], own: str | None, models: Mapping[str, str | None], data: Mapping[str, DatasetInput]
-) -> list[Metric]:
+    metrics: Iterable[Metric], own: str | None, models: Mapping[str, str | None], data: Mapping[str, DatasetInput],
+    benchmarks: Iterable[str],
+) -> list[Metric]:  # fmt: skip
     """Metrics of models, each with the model and the data set that it was measured on.
 
     Args:
         own: the model that the run gave, whose are all of its metrics but those of its start; None: a metric's name
             begins with the slot of its model.
         models, data: slot -> model or rows of the run.
+        benchmarks: beginnings of the names of their metrics: a benchmark has rows of its own.
     """
-    found = []
+    found, of_benchmarks = [], tuple(f"{each}/" for each in benchmarks)
     for each in metrics:
         key = each.key.removeprefix(FINAL)
         slot, _, name = key.partition("/")
         of = models.get("policy") if key.startswith("evaluation/base/") else own or models.get(slot)
         slots = _TRAINED_ON if own else _MEASURED_ON.get(name.partition("/")[0], _ANSWERED)
-        has_own = name.removeprefix("base/").startswith("lm_eval/")  # a benchmark has rows of its own
+        has_own = name.removeprefix("base/").startswith(of_benchmarks)
         rows = None if has_own else next((data[slot].dataset for slot in slots if slot in data), None)
         at = (each.key, each.value, each.timestamp, each.step)
         if of:

@@ -33,8 +33,10 @@ from lineage.mlflow.entities import (
 )  # fmt: skip
 from lineage.mlflow.executions import EXISTS, KILLED_CAUSE, Executions, present, where
 from lineage.record.attempts import attempts, resumed_at
+from lineage.record.metrics_file import BENCHMARKS_FILE
 from lineage.record.run_file import UNNAMED, RunFile, is_gone
 from lineage.record.tracker import FINAL
+from lineage.source.model_files import read_json
 from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 SAMPLES, NUM_SAMPLES = "samples.parquet", 10  # completions with their rewards, which reinforcement stages write
@@ -163,7 +165,10 @@ class Mirror:
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
         data, models = self._inputs(manifest, experiment)
         shown = [reports.latest.get(each.key, each) for each in final] + apart  # as the run has them, where they go too
-        self.client.log_batch(run_id, metrics=metrics_of_models(shown, model_id, models, data))
+        settings = [read_json(each, BENCHMARKS_FILE) for each in (entry.output, *entry.path.glob("evaluation/step-*"))]
+        named = {accepted(str(name)) for each in settings if isinstance(each, dict) for name in each}
+        measured = metrics_of_models(shown, model_id, models, data, {"lm_eval", *named})
+        self.client.log_batch(run_id, metrics=measured)
         tags = self.client.get_run(run_id).data.tags
         if Tag.CAUSE in tags:  # of the previous attempt
             self.client.delete_tag(run_id, Tag.CAUSE)

@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.record.metrics_file import BENCHMARKS_FILE
 from tasks.evaluate.row_scores import RowScores
 from tasks.evaluate.scoring import Batches, generating
 from tasks.reward_functions.metric import Metric, data_files
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Part = TypeVar("Part")
-BENCHMARKS_FILE, SMALL = "benchmarks.json", "small_is_good"
+SMALL = "small_is_good"
 _BATCH, _SEED = 8, 1234
 _ANSWER_SECONDS = 5.0
 _NAMED = re.compile(

@@ -9,6 +9,7 @@ from lineage.mlflow.address import connect
 from lineage.mlflow.entities import Key
 from lineage.mlflow.registry import links, refill
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.record.metrics_file import BENCHMARKS_FILE
 from lineage.record.run_file import RunNames
 from lineage.record.tracker import Event
 from tests.tracked_stage import Tracked, attempt, execution, record, start_of
@@ -74,8 +75,11 @@ def test_reports_read_models_and_make_none(uri, client, store):
 
 def test_metrics_of_models_belong_to_the_data_that_they_were_measured_on(uri, client, store):
     metrics = {"loss": 0.4, "evaluation/f1": 0.5, "evaluation/base/f1": 0.2}
-    metrics |= {"evaluation/lm_eval/arc/acc": 0.3, "evaluation/base/lm_eval/arc/acc": 0.1}
+    metrics |= {"evaluation/lm_eval/arc/acc": 0.3, "evaluation/base/lm_eval/arc/acc": 0.1, "evaluation/own/acc": 0.7}
     made = store.chain(metrics=metrics)
+    folder = store.root / "dpo" / made["dpo"].fingerprint[:16] / "evaluation" / "step-5"
+    folder.mkdir(parents=True)
+    (folder / BENCHMARKS_FILE).write_text('{"own": {"num_fewshot": 0}}')  # a benchmark that has a name
     _, of_dpo = record(uri, store, made["dpo"], [made["cpt"], made["pairs"]])
     policies = {"cpt": made["cpt"], "dpo": made["dpo"], "text": made["corpus"]}
     measured = {"dpo/text_perplexity": 3.0, "cpt/text_perplexity": 4.0, "dpo/lm_eval/arc/acc": 0.3, "max_length": 9.0}
@@ -96,7 +100,7 @@ def test_metrics_of_models_belong_to_the_data_that_they_were_measured_on(uri, cl
     assert of(of_dpo.stage) == {
         ("dpo", "loss", 0.4, "pairs", pairs), ("dpo", "evaluation/f1", 0.5, "pairs", pairs),
         ("cpt", "evaluation/base/f1", 0.2, "pairs", pairs), ("dpo", "evaluation/lm_eval/arc/acc", 0.3, None, None),
-        ("cpt", "evaluation/base/lm_eval/arc/acc", 0.1, None, None),
+        ("cpt", "evaluation/base/lm_eval/arc/acc", 0.1, None, None), ("dpo", "evaluation/own/acc", 0.7, None, None),
     }  # fmt: skip
     assert of(of_report.stage) == {
         ("dpo", "dpo/text_perplexity", 3.0, "corpus", corpus), ("cpt", "cpt/text_perplexity", 4.0, "corpus", corpus),

@@ -17,8 +17,8 @@ from flows.reports.sweep import write_pages
 from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
+from lineage.record.metrics_file import BENCHMARKS_FILE
 from tasks.data.images import IMAGES
-from tasks.evaluate.benchmarks import BENCHMARKS_FILE
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.command import call
 from tests.drawn_graphs import ATTACK, Page
