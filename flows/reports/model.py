@@ -38,7 +38,7 @@ from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
 from lineage.markup import html_page
 from lineage.record.attempts import attempts
-from lineage.record.metrics_file import BENCHMARKS_FILE, is_of_machine, read_reports
+from lineage.record.metrics_file import BENCHMARKS_FILE, RECIPE_FILE, is_of_machine, read_reports
 from lineage.record.run_file import RunFile
 from lineage.record.verdict import interval_text, read_verdict
 from lineage.source.model_files import read_json
@@ -612,8 +612,7 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     rows = [
         _score_row(name, columns, manifest.metrics, by_row.get(name)) for name in names if not name.endswith("/stderr")
     ]
-    settings = _flat({**manifest.recipe, **cast("Facts", read_json(entry.output, BENCHMARKS_FILE) or {})})
-    protocol = [(name, str(value)) for name, value in settings if name not in ("method", "version")]
+    protocol = _protocol(manifest.recipe, entry.output)
     judges = {name: manifest.inputs[name] for name in _JUDGED if name in manifest.inputs}
     protocol += [(name, node_key(each.artifact, each.fingerprint)) for name, each in judges.items()]
     return {
@@ -621,6 +620,11 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
         "failed": [*read_failed(entry.output).items()],
         "num_rows": max((len(each.row_ids) for each in by_row.values()), default=0),
     }  # fmt: skip
+
+
+def _protocol(recipe: Mapping[str, object], folder: Path) -> Pairs:
+    settings = _flat({**recipe, **cast("Facts", read_json(folder, BENCHMARKS_FILE) or {})})
+    return [(name, str(value)) for name, value in settings if name not in ("method", "version")]
 
 
 def _scores_beside(node: Node) -> Scores | None:
@@ -636,8 +640,7 @@ def _scores_beside(node: Node) -> Scores | None:
     rows = [_score_row(name, ["base", "model"], metrics, by_row.get(name)) for name in names]
     start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
     columns, protocol = [start.removeprefix(SOURCE), node.name], [("step", f"{step:.0f}")] if by_row else []
-    settings = _flat(cast("Facts", read_json(folder, BENCHMARKS_FILE) or {}))
-    protocol += [(name, str(value)) for name, value in settings]
+    protocol += _protocol(cast("Facts", read_json(folder, RECIPE_FILE) or {}), folder)
     count = max((len(each.row_ids) for each in by_row.values()), default=0)
     failed = [*node.manifest.failed_scores.items()]
     found = Scores(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lineage.filesystem.files import atomic_write, parse_jsonl, read_jsonl, replace_jsonl
 
+RECIPE_FILE = "recipe.json"  # of scores beside a training: what `Evaluate` was asked for
 BENCHMARKS_FILE = "benchmarks.json"  # of an evaluation: beginning of the names of their metrics -> settings
 SCORES_FILE, SCORED = "evaluation.jsonl", "evaluation/"  # of checkpoints; the names of their metrics
 _MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from lineage.artifact import Kind, Source
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.digest import digest_file
+from lineage.record.metrics_file import RECIPE_FILE
 from lineage.record.verdict import interval_text
 from tasks.context import Resources, TrainContext
 from tasks.evaluate.benchmarks import small_without_rows
@@ -54,7 +55,9 @@ def score(job: Job, request: Request) -> Scores:
             source=Source(path=str(path), kind=Kind.CHECKPOINT), digest=request.digest,
         )  # fmt: skip
         policies = {BASE: job.base, MODEL: model if request.step else job.base}
-        metrics = _EVALUATE(**job.options).run({**job.rows, "reference": job.base, **policies}, context)
+        evaluate = _EVALUATE(**job.options)
+        metrics = evaluate.run({**job.rows, "reference": job.base, **policies}, context)
+    (draft / RECIPE_FILE).write_text(json.dumps(evaluate.recipe()), encoding="utf-8")
     found = read_scores(draft)
     failed = {key.partition("/")[2]: why for key, why in read_failed(draft).items() if key.startswith(f"{MODEL}/")}
     rules = _judged(job.setting, found, failed, None if request.step else Stubs.read(draft))

@@ -149,7 +149,9 @@ def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
     ] == [*found]
     assert metrics["evaluation/base/answer_perplexity"] == perplexities[0]
     assert {"evaluation/f1", "evaluation/exact_match"} <= metrics.keys() and "best_step" not in metrics
-    rows = (ran.store.directory.parent / "evaluation" / "step-4" / "scores.jsonl").read_text()
+    folder = ran.store.directory.parent / "evaluation" / "step-4"
+    rows = (folder / "scores.jsonl").read_text()
+    assert json.loads((folder / "recipe.json").read_text())["max_new_tokens"] == EVERY.max_new_tokens
     assert '"metric": "f1"' in rows
     assert same(weights(ran.output), weights(plain.output))
 

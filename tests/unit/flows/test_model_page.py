@@ -17,7 +17,7 @@ from flows.reports.sweep import write_pages
 from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
-from lineage.record.metrics_file import BENCHMARKS_FILE
+from lineage.record.metrics_file import BENCHMARKS_FILE, RECIPE_FILE
 from tasks.data.images import IMAGES
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.command import call
@@ -261,7 +261,9 @@ def test_the_settings_of_a_benchmark_beside_the_training_tell_two_scores_apart(t
         folder.mkdir(parents=True)
         (folder / BENCHMARKS_FILE).write_text(json.dumps({name: {"num_fewshot": 0, "chat_template": chat_template}}))
         reports.append(report_of(store, node(sft)))
-        (scores,) = reports[-1]["scores"]
+        (folder / RECIPE_FILE).write_text(json.dumps({"method": "Evaluate", "version": 3, "max_new_tokens": 8}))
+        (scores,) = report_of(store, node(sft))["scores"]
+        assert scores["protocol"][0] == ("max_new_tokens", "8")
         assert (f"{name}.chat_template", str(chat_template)) in scores["protocol"]
     for other, how in ((reports[1], ", on other rows or other settings"), (reports[0], "")):
         (found,) = compared([reports[0], other])[0]
