@@ -40,7 +40,6 @@ from tasks.evaluate.row_scores import SCORES_FILE, read_failed, read_scores
 from tasks.method import Training
 
 _LAST = 5  # runs
-_ENOUGH_ROWS = 20  # as a gate's ``min_rows``: fewer are too few for the bootstrap
 _MOST_COLUMNS, _MOST_ANSWERS, _MOST_SHOWN = 4, 3, 100  # of the report on a run: the last is letters of a text
 
 
@@ -345,6 +344,7 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
 
 def _compared(output: Path, titles: Mapping[str, str], before: str, after: str) -> str:
     """In which measures a model is better than another, by their 95 % intervals; empty: there is nothing to compare."""
+    from tasks.gate import Gate
     from tasks.gate.bootstrap import Bootstrap
 
     if before == after or not (output / SCORES_FILE).exists():
@@ -354,7 +354,7 @@ def _compared(output: Path, titles: Mapping[str, str], before: str, after: str) 
     for key, title in titles.items():
         if (scores := by_row.get(key)) and {before, after} <= scores.scores.keys():
             gain = bootstrap.estimate([scores], after, before)
-            unclear = "no clear difference" if gain.num_groups >= _ENOUGH_ROWS else "too few rows to tell"
+            unclear = "no clear difference" if gain.num_groups >= Gate.min_rows else "too few rows to tell"
             outcome = "better" if gain.low > 0 else "worse" if gain.high < 0 else unclear
             found[outcome].append(f"{title[:-2]} ({len(scores.row_ids):,} rows)")
     parts = [f"{outcome}: {', '.join(names)}" for outcome, names in found.items() if names]
