@@ -234,7 +234,7 @@ def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, afte
     quiet = replace(run, emit=lambda event: None)  # the intended failure is not reported
     for _ in range(_TRIES):
         shutil.rmtree(entry.path, ignore_errors=True)
-        with _killed(after, entry.metrics, lambda: run.processes.end(entry.path, None)):
+        with _killed(after, entry, lambda: run.processes.end(entry.path, None)):
             if is_same:
                 execute(quiet, planned)
             else:
@@ -252,14 +252,15 @@ def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, afte
 
 
 @contextlib.contextmanager
-def _killed(after: int, metrics: Path, kill: Callable[[], None]) -> Iterator[None]:
-    """Calls ``kill`` once a step after ``after`` is reported."""
+def _killed(after: int, entry: Entry, kill: Callable[[], None]) -> Iterator[None]:
+    """Calls ``kill`` once ``after`` is reported and a checkpoint is published, which may take longer than steps do."""
     ended = threading.Event()
 
     def watch() -> None:
-        reports = ReportFile(metrics)
+        reports, is_reported = ReportFile(entry.metrics), False
         while not ended.wait(_POLL_SECONDS):
-            if any(report.step >= after for report in reports.read()):
+            is_reported = is_reported or any(report.step >= after for report in reports.read())
+            if is_reported and entry.checkpoints.steps():
                 kill()
                 return
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import digest_files
 from tasks.context import Resources, Sharding
 from tasks.judgement.estimate import architecture, memory, traffic
 from tasks.method import Adapter, Quantization
@@ -156,7 +157,7 @@ def require_sent(asked: Asked, found: Done, group: WorkerGroup) -> None:
 def test_the_trajectory_of_twenty_steps_is_that_of_one_process(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, fields, sharding, more
 ) -> None:
-    stage = training.method(name, num_steps=20 if name in ("sft", "dpo", "cpt") else 4, max_grad_norm=0.1, **fields)
+    stage = training.method(name, num_steps=20, max_grad_norm=0.1, **fields)
     micro = more.get("micro_batch_size", PLAIN.micro_batch_size)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=replace(PLAIN, micro_batch_size=micro))
     require_same_trajectory(asked, two_workers, divided(2, sharding, **more))
@@ -271,12 +272,18 @@ def test_muon_is_refused_since_it_rounds_in_another_order(root: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp", "fsdp_grad", "fsdp_hybrid"])
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("name", "sharding", "adapter"),
+    [
+        *((name, "fsdp", None) for name in METHODS),
+        *(("sft", sharding, None) for sharding in ("fsdp_grad", "fsdp_hybrid")),
+        *(("sft", sharding, LORA) for sharding in ("fsdp", "fsdp_grad", "fsdp_hybrid")),
+    ],
+)
 def test_four_workers_take_the_steps_of_one(
-    root: Path, tmp_path: Path, four_workers: WorkerGroup, sharding, adapter
+    root: Path, tmp_path: Path, four_workers: WorkerGroup, name: str, sharding, adapter
 ) -> None:
-    stage = training.method("sft", num_steps=20, max_grad_norm=0.1, adapter=adapter)
+    stage = training.method(name, num_steps=20, max_grad_norm=0.1, adapter=adapter)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN)
     require_same_trajectory(asked, four_workers, divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1))
 
@@ -397,6 +404,39 @@ def test_a_layer_that_the_model_lacks_is_refused(root: Path, tmp_path: Path, two
         ConfigError, match=r"wrap=GPT2Block: the model \(llama\) has no layer of class GPT2Block; it has"
     ):
         two_workers.train(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("sft", {}), ("sft", {"precision": "bf16"}), ("dpo", {"adapter": LORA}), ("sft", {"adapter": NF4}),
+        ("reward", {}),
+    ],
+)  # fmt: skip
+def test_the_output_has_the_bytes_that_one_worker_writes_from_the_same_state(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, four_workers: WorkerGroup, name: str, fields
+) -> None:
+    stage = training.method(name, num_steps=4, learning_rate=1e-2, **fields)
+    trained = Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2, save_steps=1))
+    two_workers.train(replace(trained, stop_after=3))
+    left = replace(trained, stage=replace(stage, num_steps=3), resume_step=3)  # no step
+    written = {}
+    for group, resources in (
+        (None, PLAIN), (two_workers, divided(2)), (two_workers, divided(2, "fsdp_grad", offload=True)),
+        (four_workers, divided(4)), (four_workers, divided(4, "fsdp_hybrid", num_nodes=2)),
+    ):  # fmt: skip
+        asked = replace(left, resources=resources)
+        reports = (group.train(asked)[0] if group else train(asked)).reports
+        assert not reports
+        written[resources] = digests_of_weights(tmp_path / "output")
+        shutil.rmtree(tmp_path / "output")
+    assert len(written[PLAIN]) == 1 + (stage.adapter is not None)
+    assert all(each == written[PLAIN] for each in written.values()), written
+
+
+def digests_of_weights(output: Path) -> dict[str, str]:
+    return {name: each for name, each in digest_files(output).items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.slow

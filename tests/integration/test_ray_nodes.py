@@ -251,6 +251,56 @@ def test_a_store_that_the_second_node_does_not_see_is_refused(own, nodes):
     assert "Traceback" not in result.stderr
 
 
+# A driver takes no CPU: the head has none, so that what runs on the cluster runs on the second node.
+CLUSTER = f"""
+import sys
+from ray.cluster_utils import Cluster
+
+folder = sys.argv[1]
+head = {{"node_ip_address": "{HEAD}", "temp_dir": folder + "/1", "num_cpus": 0}}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+cluster.add_node(node_ip_address="{SECOND}", temp_dir=folder + "/2", num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+def test_a_merge_runs_on_one_worker_of_the_cluster(tmp_path, prefect_url):
+    rows = write_own_rows(tmp_path)[:2]
+    stages = ("cpt", "sft", "reward", "dpo", "qlora-dpo", "preferences", "evaluate", "gate")
+    graph = [f"~stages.{name}" for name in stages] + ["~sources.preferences"]
+    graph += ["stages.qlora-sft.inputs.policy=base", "stages.merge.inputs.policy=qlora-sft"]
+    graph += ["stages.qlora-sft.method.num_steps=2"]
+    command = Command(
+        tmp_path, "pipeline=qlora-sft-dpo", *MODEL, *rows, *graph, "resources.cpus_per_worker=1",
+        environment={"PREFECT_API_URL": prefect_url},
+    )  # fmt: skip
+    assert command("run").returncode == 0
+    here = read_manifest(tmp_path / "artifacts", "merge")
+    shutil.rmtree(here.output.parent)
+    folder = Path("/tmp") / f"c{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, str(folder)], env={**os.environ, **SHARED, **QUICK}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=folder,
+    )  # fmt: skip
+    assert cluster.stdout
+    try:
+        command.environment |= {"RAY_ADDRESS": cluster.stdout.readline().strip(), **SHARED}
+        result = command("run", "stages.merge.resources.launcher=cluster")
+    finally:
+        for each in family(cluster):
+            each.kill()
+        cluster.wait(120)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert result.returncode == 0, result.stderr
+    there = read_manifest(tmp_path / "artifacts", "merge")
+    [used] = there.provenance["nodes"]
+    assert (used["node"].partition(",")[0], used["workers"]) == (SECOND, 1)
+    assert there.files == here.files
+
+
 UNUSED = ("preferences", "reward", "dpo")
 SMALL = (
     "tracking=none", *MODEL, *(word for word in STEPS if not word.startswith(("stages.reward", "stages.dpo"))),

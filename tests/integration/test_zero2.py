@@ -21,18 +21,26 @@ from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
 from tasks.train.evaluation import Evaluation
+from tasks.train.models.freeze import Freeze
 from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
-from tests.integration.test_fsdp import BIASES, require_same_trajectory, require_sent, scores_beside
+from tests.integration.test_fsdp import (
+    BIASES,
+    digests_of_weights,
+    require_same_trajectory,
+    require_sent,
+    scores_beside,
+)
 from tests.miniature import MODEL, write_own_rows
 from tests.training import same, weights
-from tests.worker_group import Asked, WorkerGroup, rows_of_steps, zero_group
+from tests.worker_group import Asked, WorkerGroup, rows_of_steps, train, zero_group
 
 pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
 LORA = Adapter(rank=4, alpha=8)
+LAST_LAYER = {"freeze": Freeze(except_last_layers=1)}  # a full training, with the memory of its weights alone
 
 
 @pytest.mark.parametrize(
@@ -121,10 +129,12 @@ def large(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
-@pytest.mark.parametrize("sharding", ["fsdp"])
-def test_no_worker_ever_holds_the_whole_model(root: Path, large: Path, tmp_path: Path, sharding, num_workers) -> None:
-    stage = training.method("sft", num_steps=2, global_batch_size=num_workers, adapter=LORA)
+@pytest.mark.parametrize(("num_workers", "fields"), [(2, {"adapter": LORA}), (4, {"adapter": LORA}), (4, LAST_LAYER)])
+@pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
+def test_no_worker_ever_holds_the_whole_model(
+    root: Path, large: Path, tmp_path: Path, sharding, num_workers, fields
+) -> None:
+    stage = training.method("sft", num_steps=2, global_batch_size=num_workers, **fields)
     resources = replace(PLAIN, sharding=sharding, num_workers=num_workers, micro_batch_size=1, save_steps=1)
     asked = Asked(stage=stage, root=root, folder=tmp_path / "imports", resources=resources)
     with zero_group(num_workers) as group:
@@ -135,12 +145,21 @@ def test_no_worker_ever_holds_the_whole_model(root: Path, large: Path, tmp_path:
         assert each.held["own_memory"] < whole
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_zero3_says_that_no_weight_moved(root: Path, tmp_path: Path, zero_workers: WorkerGroup, name) -> None:
-    stage = training.method(name, num_steps=1, learning_rate=1e-60)
-    found = zero_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=ZERO.sharded("zero3")))
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"])
+@pytest.mark.parametrize(
+    ("name", "fields"), [("sft", {}), ("sft", {"precision": "bf16"}), ("dpo", {}), ("sft", {"adapter": LORA})]
+)
+def test_the_output_of_weights_that_did_not_move_has_the_bytes_that_one_worker_writes_and_it_is_reported(
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name, fields, sharding
+) -> None:
+    stage = training.method(name, num_steps=1, learning_rate=1e-60, **fields)
+    one = Asked(stage=stage, root=root, folder=tmp_path / "one", resources=PLAIN)
+    train(one)
+    asked = replace(one, folder=tmp_path / sharding, resources=ZERO.sharded(sharding))
+    found = zero_workers.train(asked)
     assert found[0].metrics["weights_unchanged"] == 1
-    assert same(weights(tmp_path / "output"), weights(root / "policy"))
+    assert digests_of_weights(asked.folder / "output") == digests_of_weights(one.folder / "output")
+    assert same(weights(asked.folder / "output"), weights(root / "policy"))
 
 
 @pytest.mark.parametrize(("architecture", "adapter"), [("mixtral", None), ("qwen3_moe", None), ("gpt2", BIASES)])

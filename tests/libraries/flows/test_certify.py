@@ -1,7 +1,9 @@
 """What sets an interrupted training apart from the unbroken one, and how far."""
 
+import itertools
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
-from flows.operate.certify import TOLERANCES, compare
+from flows.operate.certify import TOLERANCES, _killed, compare
+from lineage.checkpoints import Checkpoints
 from lineage.filesystem.digest import digest_files, digest_of
 from lineage.record.certificate import Comparison
 from lineage.record.environment import provenance_here
@@ -51,6 +54,20 @@ def trained(
 def found(tmp_path: Path, **other: object) -> Comparison:
     whole, parts = trained(tmp_path / "whole"), trained(tmp_path / "in parts", **other)  # type: ignore[arg-type]
     return compare(whole, parts, MOVED, TOLERANCE)
+
+
+def test_a_training_is_killed_once_a_checkpoint_is_published_however_long_that_takes(tmp_path, monkeypatch) -> None:
+    entry, polls, seen, killed = Entry(tmp_path), itertools.count(), list[int](), threading.Event()
+    entry.metrics.write_text('{"step": 3, "time": 0, "metrics": {}}\n')
+
+    def kill() -> None:
+        seen.append(next(polls))
+        killed.set()
+
+    monkeypatch.setattr(Checkpoints, "steps", lambda _self: [2] if next(polls) == 2 else [])
+    with _killed(3, entry, kill):
+        assert killed.wait(60)
+    assert seen == [3]
 
 
 def test_what_tells_of_the_machine_alone_differs_in_nothing(tmp_path: Path) -> None:

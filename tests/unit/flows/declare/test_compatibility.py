@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import pytest
 
 from flows.declare.config import load_pipeline, typed
 from lineage.errors import ConfigError
-from tasks.context import Resources
+from tasks.context import Resources, Sharding
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.dpo import DPO
@@ -21,6 +21,7 @@ from tasks.sft import SFT
 from tasks.taid import TAID
 from tasks.train.compatibility import RULES, refusals
 from tasks.train.rule import Case, Fields, Rule, assigned
+from tasks.train.sharding import holds_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,15 @@ def test_a_rule_refuses_its_example_and_what_it_says_to_set_passes_every_rule(na
     assert list(refusals(case(rule, rule.example, refused[name].nearest))) == []
     if not rule.config:  # a model may be refused whatever is set
         assert list(refusals(case(rule))) == [], "the base works, so that the example is what is refused"
+
+
+@pytest.mark.parametrize("sharding", [each for each in get_args(Sharding) if holds_parts(Resources(sharding=each))])
+@pytest.mark.parametrize("place", ["method.quantization.format", "method.adapter.quantization"])
+def test_biases_of_a_base_in_few_bits_are_not_divided(sharding, place):
+    biases = {"method.adapter.type": "lora", "method.adapter.bias": "lora_only", place: "nf4"}
+    workers = {"resources.sharding": sharding, "resources.num_workers": 4, "resources.num_nodes": 2}
+    found = [each.rule for each in refusals(case(BY_ID["sharding-bias"], biases, workers))]
+    assert "sharding-bias" in found
 
 
 def test_names_are_unique_and_a_rule_joins_settings():
