@@ -287,6 +287,11 @@ def _by_code(name: str, source: Source) -> Pinned:
                 "to let it run, or give a function of a module, as python:PACKAGE.MODULE.FUNCTION"
             )
         digest = code_of(function)
+        if source.allow_code and not function.file:
+            raise ConfigError(
+                f"allow_code=true: {source.path} is a function of a module; allow_code is for python:FILE.py:FUNCTION; "
+                "remove it"
+            )
     except ConfigError as error:
         raise ConfigError(f"sources.{name}: {error}") from error
     if source.split.partition("[")[0] != "train":

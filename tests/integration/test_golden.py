@@ -9,7 +9,7 @@ from datasets import load_dataset
 
 from bench import plain_trl
 from tasks.method import Training
-from tests import golden_losses, training
+from tests import golden_losses, tiny_models, training
 
 # Other CPUs add in another order: the trajectories differ in the seventh digit, and a defect in the third.
 TOLERANCE = 1e-4
@@ -63,3 +63,17 @@ def test_losses_are_those_of_a_plain_trl_script(
     stage = training.method(name)
     expected = plain_losses(name, stage, root, tmp_path, monkeypatch)
     assert training.train(stage, root, tmp_path / "output").losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-3)])
+@pytest.mark.parametrize("architecture", [*tiny_models.ARCHITECTURES, "deepseek_v3"])
+def test_sft_of_every_architecture_is_that_of_a_plain_trl_script(
+    root: Path, tmp_path: Path, architecture: str, precision: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = training.with_policy(root, tmp_path / "inputs", architecture)
+    stage = training.method("sft", precision=precision)
+    expected = plain_losses("sft", stage, inputs, tmp_path, monkeypatch, bf16=precision == "bf16")
+    found = training.train(stage, inputs, tmp_path / "output")
+    assert found.losses == pytest.approx(expected, abs=tolerance)
+    assert expected[0] - expected[-1] > 20 * tolerance, "it learns"

@@ -271,6 +271,7 @@ def test_a_file_runs_only_where_it_is_allowed(tmp_path):
         ("python:none.py:rows", "none.py: no such file"),
         ("python:mine.rows.row", r"rows.py defines no row; functions in it: others, rows"),
         ("python:mine.cut.rows", r"cut.py:1: not Python: .*; correct the line"),
+        ("python:mine.rows.rows", r"allow_code=true: python:mine.rows.rows is a function of a module; .*remove it"),
     ],
 )
 def test_what_is_no_function_is_named_when_the_plan_is_made(path, message, package):
