@@ -317,7 +317,7 @@ def test_gradients_are_added_in_bf16_where_that_is_set(root: Path, tmp_path: Pat
     ("name", "fields"),
     [
         ("sft", {}), ("sft", {"adapter": LORA}), ("sft", {"adapter": NF4}), ("sft", {"adapter": BIASES}),
-        ("grpo", {}), ("ppo", {}), ("ppo", {"adapter": LORA}),
+        ("reward", {}), ("reward", {"adapter": LORA}), ("grpo", {}), ("ppo", {}), ("ppo", {"adapter": LORA}),
     ],
 )  # fmt: skip
 def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
@@ -348,8 +348,11 @@ def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
 
 
 @pytest.mark.slow
-def test_fsdp_goes_on_with_the_checkpoint_of_one_process(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
-    stage = training.method("sft", num_steps=5, lr_schedule="cosine")
+@pytest.mark.parametrize("name", ["sft", "reward"])  # the head of scores is whole on each worker
+def test_fsdp_goes_on_with_the_checkpoint_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    stage = training.method(name, num_steps=5, lr_schedule="cosine")
     asked = Asked(stage=stage, root=root, folder=tmp_path / "one", resources=replace(PLAIN, save_steps=1))
     unbroken = train(asked)
     broken = replace(asked, folder=tmp_path / "two")

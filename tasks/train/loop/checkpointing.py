@@ -55,6 +55,7 @@ from tasks.train.loop.saved_state import (
     read_own,
     read_state,
     read_tensors,
+    schedule_of,
     set_random_state,
 )
 from tasks.train.optim.own_optimizers import averaged
@@ -647,13 +648,14 @@ class Checkpointing(TrainerCallback):
         if isinstance(self.trainer.model, peft.PeftModel):  # some adapters are saved in another form
             peft.set_peft_model_state_dict(self.trainer.model, tensors, adapter_name="default")
 
-    def _load_shared(self, state: Mapping[str, object], *holders: object) -> None:
+    def _load_shared(self, state: Mapping[str, object], *holders: object) -> list[int]:
         parameters = self._parameters()
         names = {id(each): name for name, each in parameters.items()}
-        load_named_state(self.trainer.optimizer, names, cast("Mapping[str, object]", state["optimizer"]))
+        groups = load_named_state(self.trainer.optimizer, names, cast("Mapping[str, object]", state["optimizer"]))
         for name, each in self._holders(HasState):
             if each in holders:
                 cast(HasState, each).load_saved_state(cast("Mapping[str, object]", state[name]))
+        return groups
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if is_ours(Path(checkpoint)):
@@ -667,8 +669,9 @@ class Checkpointing(TrainerCallback):
         folder = Path(checkpoint)
         if is_ours(folder):
             state = read_state(folder, self.ctx.rank, self._parameters())
-            self._load_shared(state, *(each for _, each in self._holders(HasState)))
-            self.trainer.lr_scheduler.load_state_dict(state["schedule"])
+            groups = self._load_shared(state, *(each for _, each in self._holders(HasState)))
+            schedule = schedule_of(groups, cast("Mapping[str, object]", state["schedule"]))
+            self.trainer.lr_scheduler.load_state_dict(schedule)
             if state["scaler"] is not None and self.trainer.accelerator.scaler is not None:
                 self.trainer.accelerator.scaler.load_state_dict(state["scaler"])
         else:

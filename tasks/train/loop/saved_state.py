@@ -32,6 +32,7 @@ from tasks.train.sharding import OWN, STATE, local
 if TYPE_CHECKING:
     from torch import Tensor
 
+_OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")  # of a schedule
 _LARGE_BYTES = 2**26  # of a tensor that several threads copy
 _CONTAINER = Path("/sys/fs/cgroup")
 
@@ -290,15 +291,20 @@ def named_state(optimizer: "torch.optim.Optimizer", names: Mapping[int, str]) ->
     if isinstance(state.get("state"), Mapping):
         order = _order(optimizer, names)
         state["state"] = {order.get(key, key): value for key, value in state["state"].items()}
+        groups = cast("Sequence[_Group]", state["param_groups"])
+        state["param_groups"] = [{**each, "params": [order.get(key, key) for key in each["params"]]} for each in groups]
     return state
 
 
-def load_named_state(optimizer: "torch.optim.Optimizer", names: Mapping[int, str], state: Mapping[str, object]) -> None:
-    """Loads what ``named_state`` returned.
+def load_named_state(
+    optimizer: "torch.optim.Optimizer", names: Mapping[int, str], state: Mapping[str, object]
+) -> list[int]:
+    """Loads what ``named_state`` returned; returns for each group the number of its saved one.
 
     Raises:
-        ArtifactError: it has the state of a weight that the optimizer does not update.
+        ArtifactError: it has the state of a weight that the optimizer does not update, or other groups of weights.
     """
+    found = list[int]()
     state, numbers = dict(state), {name: number for number, name in _order(optimizer, names).items()}
     of_weights = state.get("state")
     if isinstance(of_weights, Mapping):
@@ -309,10 +315,42 @@ def load_named_state(optimizer: "torch.optim.Optimizer", names: Mapping[int, str
                     "code that wrote it, or start again with restart=[STAGE]"
                 )
         state["state"] = {numbers.get(name, name): value for name, value in of_weights.items()}
-        now = cast("list[dict[str, object]]", optimizer.state_dict()["param_groups"])
-        saved = cast("list[dict[str, object]]", state["param_groups"])
-        state["param_groups"] = [{**each, "params": mine["params"]} for each, mine in zip(saved, now, strict=True)]
+        now = cast("Sequence[_Group]", optimizer.state_dict()["param_groups"])
+        saved = cast("Sequence[_Group]", state["param_groups"])
+        found = _saved_groups(saved, now, numbers)
+        state["param_groups"] = [
+            {**saved[index], "params": mine["params"]} for index, mine in zip(found, now, strict=True)
+        ]
     optimizer.load_state_dict(state)
+    return found
+
+
+class _Group(TypedDict):
+    """Of an optimizer, with its settings."""
+
+    params: list[object]
+
+
+def _saved_groups(saved: Sequence[_Group], now: Sequence[_Group], numbers: Mapping[str, object]) -> list[int]:
+    """By their weights: transformers puts divided weights and those that are whole into groups of their own."""
+    of = {numbers.get(str(name)): index for index, group in enumerate(saved) for name in group["params"]}
+    if all(each in of for group in now for each in group["params"]):
+        return [next((of[each] for each in group["params"]), 0) for group in now]
+    if len(saved) == len(now):
+        return list(range(len(now)))
+    raise ArtifactError(
+        f"its checkpoint has {len(saved)} groups of weights and the optimizer {len(now)}, and an earlier version did "
+        "not save which weights are in which; resume with the sharding that wrote it, or start again with "
+        "restart=[STAGE]"
+    )
+
+
+def schedule_of(groups: Sequence[int], state: Mapping[str, object]) -> dict[str, object]:
+    """The saved state of a schedule for these saved groups of weights."""
+    return {
+        name: [cast("Sequence[object]", each)[index] for index in groups] if groups and name in _OF_GROUPS else each
+        for name, each in state.items()
+    }
 
 
 def _order(optimizer: "torch.optim.Optimizer", names: Mapping[int, str]) -> dict[object, str]:

@@ -32,6 +32,7 @@ from tasks.train.loop.saved_state import (
     read_own,
     read_state,
     read_tensors,
+    schedule_of,
 )
 from tasks.train.sharding import in_file, whole_on_first
 from tests.worker_group import free_at_once, own_memory
@@ -253,6 +254,31 @@ def resumed(folder: Path, *, divided: bool) -> tuple[nn.Module, torch.optim.Opti
     found = read_state(folder, torch.distributed.get_rank() if divided else 0, parameters)
     load_named_state(optimizer, {id(each): name for name, each in parameters.items()}, found["optimizer"])
     return model, optimizer
+
+
+def grouped(model: nn.Module, *groups: tuple[float, list[str]]) -> torch.optim.Optimizer:
+    of = dict(model.named_parameters())
+    given = [{"params": [of[name] for name in names], "weight_decay": decay} for decay, names in groups]
+    return torch.optim.AdamW(given, lr=0.1)
+
+
+def test_groups_of_an_optimizer_are_found_by_their_weights_with_their_schedule() -> None:
+    """Where some weights are divided, transformers makes more groups than where all are whole."""
+    model = Tiny()
+    one, two, *others = (name for name, _ in model.named_parameters())
+    names = {id(each): name for name, each in model.named_parameters()}
+    saves = grouped(model, (0.5, [one]), (0.0, [two]), (0.0, others))
+    step(model, saves)
+    state = named_state(saves, names)
+    loads = grouped(model, (0.3, [two, *others]), (0.4, [one]), (0.2, []))
+    assert load_named_state(loads, names, state) == [1, 0, 0]
+    assert [group["weight_decay"] for group in loads.param_groups] == [0.0, 0.5, 0.5]
+    assert all(torch.equal(loads.state[each]["exp_avg"], saves.state[each]["exp_avg"]) for each in saves.state)
+    assert schedule_of([1, 0], {"base_lrs": [1, 2, 3], "last_epoch": 4}) == {"base_lrs": [2, 1], "last_epoch": 4}
+
+    unnamed = [{**group, "params": [0]} for group in saves.state_dict()["param_groups"]]  # as they were saved before
+    with pytest.raises(ArtifactError, match="its checkpoint has 3 groups of weights and the optimizer 2"):
+        load_named_state(grouped(model, (0.5, [one]), (0.0, [two, *others])), names, {**state, "param_groups": unnamed})
 
 
 def in_two_workers(work: Callable[[int, Path], None], folder: Path) -> None:
