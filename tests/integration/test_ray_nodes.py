@@ -257,7 +257,7 @@ import sys
 from ray.cluster_utils import Cluster
 
 folder = sys.argv[1]
-head = {{"node_ip_address": "{HEAD}", "temp_dir": folder + "/1", "num_cpus": 0}}
+head = {{"node_ip_address": "{HEAD}", "temp_dir": folder + "/ray", "num_cpus": 0}}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 cluster.add_node(node_ip_address="{SECOND}", temp_dir=folder + "/2", num_cpus=2)
 print(cluster.address, flush=True)
@@ -282,12 +282,15 @@ def test_a_merge_runs_on_one_worker_of_the_cluster(tmp_path, prefect_url):
     folder = Path("/tmp") / f"c{os.getpid()}"
     folder.mkdir(mode=0o700)
     cluster = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER, str(folder)], env={**os.environ, **SHARED, **QUICK}, text=True,
+        [sys.executable, "-c", CLUSTER, str(folder)], text=True,
+        env={**os.environ, **SHARED, **QUICK, "RAY_TMPDIR": str(folder)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=folder,
     )  # fmt: skip
     assert cluster.stdout
     try:
-        command.environment |= {"RAY_ADDRESS": cluster.stdout.readline().strip(), **SHARED}
+        address = cluster.stdout.readline().strip()
+        assert address, "the cluster did not start"
+        command.environment |= {"RAY_ADDRESS": address, **SHARED}
         result = command("run", "stages.merge.resources.launcher=cluster")
     finally:
         for each in family(cluster):
