@@ -1,14 +1,17 @@
 """Pins sources to their current content: the roots of every fingerprint."""
 
+import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path, PurePath
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.dvc import tracked_hash
@@ -59,9 +62,13 @@ from lineage.source.text_split import (
 )
 from lineage.store import SourceRecord
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 NOTHING: Mapping[str, object] = MappingProxyType({})
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_TABLES = (".parquet", ".arrow", ".feather")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
 # Raise it when tasks/quickstart produces other rows with the same interpreter; else old stages would be reused.
@@ -342,13 +349,56 @@ def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, o
     check_split(name, source.path, source.split_by, files_of(matches))
     texts = [file for match in matches for file in _files(match) if is_text(file, in_directory=file != match)]
     splits = [detected_split(file) for file in texts] if not source.split_by else []
-    return {**split_identity(splits), **_partitions(files_of(matches), PurePath(filled_in(source.path)))}
+    files = files_of(matches)
+    return {**split_identity(splits), **_partitions(files, PurePath(filled_in(source.path))), **_values(files)}
 
 
 def _partitions(files: Sequence[PurePath], root: PurePath) -> dict[str, object]:
     """The columns in the names of directories, as they enter the fingerprint."""
     columns = [partitions(file, root) for file in files]
     return {"partitions": digest_json(columns)} if any(columns) else {}
+
+
+def _values(files: Sequence[Path]) -> dict[str, object]:
+    """The kinds of values in tables that were once read otherwise, as they enter the fingerprint.
+
+    Texts of Arrow's JSON type had kept their quotes, maps were lists of pairs, and a ``label`` of `datasets` was the
+    number of its name. The first table stands for all.
+    """
+    schema = next((_schema(file) for file in files if file.suffix.lower() in _TABLES), None)
+    if schema is None:
+        return {}
+    found = {kind for field in schema for kind in _kinds(field.type)}
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    label = features.get("info", {}).get("features", {}).get("label")
+    found |= {"labels"} if isinstance(label, dict) and "names" in label else set()
+    return {"values": sorted(found)} if found else {}
+
+
+def _schema(file: Path) -> "pa.Schema | None":
+    """The columns of a table; None: it cannot be read, which is reported with its rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with suppress(pa.ArrowException, OSError):
+        if file.suffix.lower() == ".parquet":
+            with pq.ParquetFile(file) as table:
+                return table.schema_arrow
+        with pa.OSFile(str(file)) as stream:
+            is_file = stream.read(6) == b"ARROW1"
+            stream.seek(0)
+            return (pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)).schema
+    return None
+
+
+def _kinds(of: "pa.DataType") -> set[str]:
+    import pyarrow as pa
+
+    if isinstance(of, pa.JsonType):
+        return {"json"}
+    found = {"maps"} if pa.types.is_map(of) else set()
+    parts = [of.value_type] if pa.types.is_dictionary(of) else []
+    return found.union(*(_kinds(each) for each in [*parts, *(of.field(index).type for index in range(of.num_fields))]))
 
 
 def _record(

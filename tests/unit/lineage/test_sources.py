@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -177,6 +179,37 @@ def test_paragraphs_are_recorded_and_identity(rows: Path) -> None:
     configured = [pin(rows / "paragraphs.txt", split_by=each) for each in ("line", "document")]
     assert len({found.fingerprint, *(each.fingerprint for each in configured)}) == 3
     assert [each.record.reading for each in configured] == [{"split_by": "line"}, {"split_by": "document"}]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
+@pytest.mark.parametrize(
+    ("values", "metadata", "found"),
+    [
+        (pa.array(["1"]), {}, []),
+        (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1"])), {}, ["json"]),
+        (
+            pa.array([[{"a": [("b", "1")]}]], pa.list_(pa.struct([("a", pa.map_(pa.string(), pa.string()))]))),
+            {},
+            ["maps"],
+        ),
+        (pa.array([0]), {"huggingface": '{"info": {"features": {"label": {"names": ["bad", "good"]}}}}'}, ["labels"]),
+        (pa.array([0]), {"huggingface": '{"info": {"features": {"label": {"dtype": "int64"}}}}'}, []),
+    ],
+    ids=["text", "json", "maps", "labels", "numbers"],
+)
+def test_tables_whose_values_were_once_read_otherwise_have_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, values: pa.Array, metadata: dict, found: list[str]
+) -> None:
+    file, table = tmp_path / f"rows.{suffix}", pa.table({"label": values}).replace_schema_metadata(metadata)
+    if suffix == "parquet":
+        pq.write_table(table, file)
+    else:  # a file, and a stream, as `datasets` writes it
+        with (pa.ipc.new_file if suffix == "feather" else pa.ipc.new_stream)(file, table.schema) as writer:
+            writer.write_table(table)
+    now = pin(file)
+    assert now.record.reading == ({"values": found} if found else {})
+    monkeypatch.setattr("lineage.source.sources._values", lambda files: {})
+    assert (pin(file).fingerprint == now.fingerprint) == (not found)
 
 
 def test_columns_in_the_names_of_directories_are_identity(rows: Path) -> None:
