@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,16 +139,18 @@ def test_a_class_that_splits_otherwise_is_refused_without_a_file(tmp_path: Path,
     assert tokenizer_of(alike)("a 1")["input_ids"] == AutoTokenizer.from_pretrained(alike)("a 1")["input_ids"]
 
 
-def test_a_sentencepiece_file_is_read_by_its_class_or_refused(tmp_path: Path, own: Tokenizer) -> None:
+def test_a_sentencepiece_file_is_read_by_its_class_or_refused(
+    tmp_path: Path, own: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for model_type in ("llama", "qwen2"):
         directory = written(tmp_path / model_type, own, model_type, tokenizer_class="LlamaTokenizer", eos_token="</s>")
         (directory / "tokenizer.json").unlink()
         (directory / "tokenizer.model").write_bytes(b"pieces")
-    if find_spec("sentencepiece") is None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sentencepiece", None)
         with pytest.raises(ConfigError, match=r"tokenizer\.model may need the package sentencepiece"):
             tokenizer_of(tmp_path / "llama")
-        return
-    import sentencepiece
+    sentencepiece = pytest.importorskip("sentencepiece")
 
     (tmp_path / "text").write_text(f"a bc 123 a bc de\n{PROBE}\n" * 20)
     as_llama = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
