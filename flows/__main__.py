@@ -287,10 +287,19 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.planning.advice import set_fields
-    from flows.planning.checks import bf16_notes, cluster_notes, column_notes, compile_notes, position_notes, toy_notes
+    from flows.planning.checks import (
+        bf16_notes,
+        cluster_notes,
+        column_notes,
+        compile_notes,
+        guess_notes,
+        position_notes,
+        toy_notes,
+    )
     from flows.planning.estimates import (
         Estimator,
         History,
+        disk_notes,
         island_notes,
         read_rows,
         scoring_notes,
@@ -315,13 +324,13 @@ def run_plan(options: argparse.Namespace) -> int:
     shares = share_notes(plan, plan.stale)
     stale = [planned.name for planned in plan.stale]
     plan, left_out = read_rows(plan)
-    rows = [*position_notes(pipeline, stale), *column_notes(plan.pipeline, stale), *left_out]
+    rows = [*position_notes(pipeline, stale), *guess_notes(plan.pipeline, stale), *column_notes(plan.pipeline, stale)]
+    rows += left_out
     plan = replace(plan, notes=[*plan.notes, *rows, *toy_notes(to_run), *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
-    plan = replace(
-        plan, notes=[*plan.notes, *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
-    )
+    beside = [*disk_notes(plan, found), *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
+    plan = replace(plan, notes=[*plan.notes, *beside])
     require_fits(plan, found, estimator, options.suggest)
     shown = plan, found, estimator.scorings(plan.stale)
     print(json.dumps(plan_dict(*shown), indent=2) if options.json else coloured(plan_table(*shown), sys.stdout))
@@ -365,6 +374,7 @@ def run_run(options: argparse.Namespace) -> int:
             options.overrides, options.config_dir, ["--multirun", *recorded_cli_args(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
+    from flows.planning.checks import guess_notes
     from flows.planning.estimates import Estimator, History, read_rows
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
@@ -383,6 +393,7 @@ def run_run(options: argparse.Namespace) -> int:
     adopt_view(pipeline)
     plan = make_plan(pipeline)
     plan, _ = read_rows(plan)
+    plan = replace(plan, notes=[*plan.notes, *guess_notes(plan.pipeline, [each.name for each in plan.stale])])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     require_fits(plan, found, estimator)

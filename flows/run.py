@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.planning.estimates import require_plan_disk
+from flows.planning.model_checks import awaited_weights
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.verdicts import may_ask, require_passed
@@ -276,10 +277,12 @@ def open_run(
 
     Raises:
         ArtifactError: an output that the plan reuses was deleted since.
-        ConfigError: this machine or the store lacks required resources, a mirror of checkpoints cannot be written, or
-            MLflow does not answer.
+        ConfigError: a model has no weights yet, this machine or the store lacks required resources, a mirror of
+            checkpoints cannot be written, or MLflow does not answer.
     """
     check_machine(stages)
+    if awaited := awaited_weights(plan.pipeline, [each.name for each in stages]):
+        raise ConfigError("\n".join(awaited))
     mirrors = {each.stage.resources.checkpoint_mirror: mirror_of(each, plan.entry(each)) for each in stages}
     for mirror in filter(None, mirrors.values()):
         mirror.require_writable()

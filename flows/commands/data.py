@@ -31,7 +31,7 @@ from lineage.source.sources import files_of, local_paths, pin
 from lineage.source.text_split import check_split
 from lineage.store import CACHE
 from tasks.data.examine import Examined, add_labels, add_overlaps, examine, keep, method_of
-from tasks.data.formats.proposals import JOB_HELD_OUT, JOB_SOURCES, proposed
+from tasks.data.formats.proposals import JOB_HELD_OUT, JOB_SOURCES, Guess
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, few_alike, render, sections
@@ -86,12 +86,13 @@ def run_data(options: argparse.Namespace) -> int:
     kept = options.out or (found.output if found else None)
     with TemporaryDirectory(prefix="posttrain-data-") as directory:
         if found is None:
-            found, added, refusal = as_proposed(options.overrides, Path(directory), options.against, options.config_dir)
-            if refusal:
-                _say(f"the report is of the rows as they are read with {shlex.join(added)}")
+            found, guesses = examined(options.overrides, Path(directory), options.against, options.config_dir)
+            for path, guess in guesses.items():
                 name = JOB_SOURCES[found.kind]
-                text = str(refusal).replace("sources.NAME", f"sources.{name}").replace("stages.STAGE", f"stages.{name}")
-                found.refusals.insert(0, DataError(text))
+                _say(
+                    f"note: {path} is read with {shlex.join(guess.overrides)}, a guess by the names of its columns, as "
+                    f"a pipeline guesses too; to read others, change these, or there {guess.settings(name, name)}"
+                )
         if options.out:
             keep(found, options.out)
         _print(found, options, kept)
@@ -186,24 +187,13 @@ OF_SOURCES, OF_STAGES, _OF_MEASURE = (
 _TYPES = {**OF_SOURCES, **OF_STAGES, **_OF_MEASURE}
 
 
-def as_proposed(
-    overrides: Sequence[str], directory: Path, against: Sequence[str] = (), config_dir: Path | None = None
-) -> tuple[Examined, list[str], DataError | None]:
-    """``examined``; of rows that no format fits with the overrides that read them: these, and the error without."""
-    try:
-        return examined(overrides, directory, against, config_dir), [], None
-    except DataError as error:
-        added = [word for word in proposed(str(error)) if word not in overrides]
-        known = {word.partition("=")[0] for word in overrides}
-        if not added or any(word.partition("=")[0] in known for word in added):
-            raise
-        return examined([*overrides, *added], directory, against, config_dir), added, error
-
-
 def examined(
     overrides: Sequence[str], directory: Path, against: Sequence[str] = (), config_dir: Path | None = None
-) -> Examined:
+) -> tuple[Examined, dict[str, Guess]]:
     """Reads sources and overrides, in any order, and examines the rows.
+
+    Returns:
+        What is found, and the guesses: path -> how its columns are read by their names.
 
     Raises:
         ConfigError: no source, an unknown key, a value of the wrong type, a key that does not apply.
@@ -230,10 +220,11 @@ def examined(
     _say(f"reading {', '.join(each.source.path for each in rows)}")
     found = examine(method, rows, directory / "rows", model)
     found.refusals += refusals
+    guesses = {each.source.path: each.detected.guess for each in rows if each.detected and each.detected.guess}
     if found.num_trained is None:
         for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in others)]:
             _say(f"{what}: the rows are refused")
-        return found
+        return found, guesses
     if model:
         _say(f"tokenizing as {measure.model} does")
         add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking, measure.control_tokens)
@@ -241,7 +232,7 @@ def examined(
         _say(f"reading {source.path}")
     if others:
         add_overlaps(found, others, directory)
-    return found
+    return found, guesses
 
 
 def _tokenizer(model: str, config_dir: Path | None) -> Path:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from flows.commands.advise import LENGTHS, MACHINE, PIPELINE, Advised, Recipe, advised_recipes, text_of
 from flows.commands.arguments import write_output
-from flows.commands.data import OF_SOURCES, OF_STAGES, as_proposed, as_text
+from flows.commands.data import OF_SOURCES, OF_STAGES, as_text, examined
 from flows.declare.config import Composer
 from flows.declare.pipeline import listed
 from flows.declare.project import PROJECT, data_sources
@@ -194,7 +194,8 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
             raise ConfigError(f"--data {path}: no such file; a file, a folder, a glob, a URL or a hub id is accepted")
         return _Looked(path=path, kind=None, overrides=overrides)
     with TemporaryDirectory(prefix="posttrain-init-") as directory:
-        found, added, _ = as_proposed([path, *overrides], Path(directory))
+        found, guesses = examined([path, *overrides], Path(directory))
+        added = [word for guess in guesses.values() for word in guess.overrides]
         overrides = [*overrides, *added]
         rows, total = found.bad_rows()
         found.report.rejects = None  # they are not kept
@@ -206,17 +207,16 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
             str(each).replace(kept, f"posttrain data {shlex.join([path, *overrides])} --out DIR keeps all of them")
             for each in found.refusals
         ]
-        if found.num_trained is None:
-            more = "\nsuch a setting is written after the file: --data FILE max_bad_rows=1"
-            raise DataError("\n".join(refusals) + more * any("max_bad_rows=" in each for each in refusals))
-        for each in refusals:
-            print(on_screen(f"posttrain: {each}"), file=sys.stderr)
+        if refusals:
+            more = "\nsuch a setting is written after the file: --data FILE max_bad_rows=1, or held_out=0.5"
+            is_set = any("max_bad_rows=" in each or "held_out=" in each for each in refusals)
+            raise DataError("\n".join(refusals) + more * is_set)
     counts = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in found.report.counts.items() if value)
     (source,) = found.report.sources.values()
     columns = ", ".join(source.mapping)
     return _Looked(
         path=_from(path, folder), kind=found.kind,
-        lines=[f"{path}: {source.format} ({columns}), {counts}", *refusals],
+        lines=[f"{path}: {source.format} ({columns}), {counts}"],
         overrides=overrides, guessed=added,
     )  # fmt: skip
 

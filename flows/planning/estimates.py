@@ -17,6 +17,7 @@ from flows.planning.adapter_choice import (
     PLAN_FOR,
     PROCESS,
     Model,
+    awaited_model,
     capacity,
     local_model,
     planned_model,
@@ -27,6 +28,7 @@ from flows.planning.staleness import hyperparameters
 from flows.reports.wording import counted, gib
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError, DataError
+from lineage.filesystem.disk import free_bytes, gigabytes
 from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 from lineage.record.environment import hardware
@@ -34,13 +36,14 @@ from lineage.record.metrics_file import read_reports
 from lineage.source.model_files import read_json
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import files_of, local_paths
-from lineage.store import Manifest, Store
+from lineage.store import CACHE, Manifest, Store
 from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.data.preparing.options import REPLAY, Prepare
 from tasks.evaluate.evaluate import Evaluate
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.disk_need import (
+    DiskNeed,
     Shapes,
     disk_need,
     model_shapes,
@@ -147,7 +150,7 @@ class Estimate:
         scoring: bytes of the process that scores its checkpoints; shared: those of them that a worker has less, because
             they are of the same memory.
         islands: what those of ``method.diloco`` send each other; None: there are none, or the steps are unknown.
-        output: bytes on the disk, without checkpoints.
+        disk: what its checkpoints and its output take.
     """
 
     memory: int
@@ -167,13 +170,13 @@ class Estimate:
     scoring: int = 0
     shared: int = 0
     islands: Traffic | None = None
-    output: int = 0
+    disk: DiskNeed
 
     @property
     def basis(self) -> str:
         """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
         most = "of other rows: time as of theirs, memory at most," if self.runs else "at most:"
-        longest = f", {most} all rows as long as max_length" if self.at_most else ""
+        longest = f", {most} all rows as long as max_length={self.features.max_length}" if self.at_most else ""
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
@@ -240,7 +243,7 @@ def in_all(estimates: Sequence[Estimate]) -> Totals:
     is_known = all(each.seconds is not None for each in estimates)
     return {
         "memory_gib": max(each.memory for each in estimates) / 2**30,
-        "output_gib": sum(each.output for each in estimates) / 2**30,
+        "output_gib": sum(each.disk.output for each in estimates) / 2**30,
         "seconds": _sum(each.seconds for each in estimates), "gpu_hours": _sum(each.gpu_hours for each in estimates),
         "cost": sum(costs) if costs and is_known else None, "currency": estimates[0].currency,
         "kwh": sum(energies) if energies and is_known else None,
@@ -429,7 +432,7 @@ class Estimator:
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
             scoring=scoring, shared=0 if resources.gpus_per_worker or beside[1] else -(-scoring // on_this),
-            output=disk_need(method, resources, shapes).output,
+            disk=disk_need(method, resources, shapes),
             islands=method.diloco.traffic(trained_weights(method, shapes).trained, steps, resources.num_workers)
             if method.diloco and steps
             else None,
@@ -454,7 +457,7 @@ class Estimator:
             if above is not None and isinstance(above.stage.method, Training):
                 planned = above  # training keeps the shapes
                 continue
-            self._models[planned.name] = self._made(above) if above else read_model(model_of(self._plan, planned))
+            self._models[planned.name] = self._made(above) if above else self._read(planned, POLICY)
         for name in passed:
             self._models[name] = self._models[planned.name]
         return self._models[planned.name]
@@ -472,8 +475,15 @@ class Estimator:
         input_ = planned.inputs.get(slot)
         above = self._stages.get(input_.name) if input_ and not (input_.pinned or input_.entry) else None
         if above is None:
-            return read_model(model_of(self._plan, planned, slot))
+            return self._read(planned, slot)
         return self.model(above) or self._made(above)
+
+    def _read(self, planned: PlannedStage, slot: str) -> Model | None:
+        """The model of an artifact or a source."""
+        input_ = planned.inputs.get(slot)
+        source = input_.source if input_ and input_.pinned and not input_.entry else None
+        found = read_model(model_of(self._plan, planned, slot))
+        return found or (awaited_model(source, self._plan.pipeline.store / CACHE) if source else None)
 
     def scorings(self, stages: Sequence[PlannedStage]) -> dict[str, Scoring]:
         """Name -> estimate of each evaluation one of whose models is known."""
@@ -640,6 +650,16 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
         if percent is not None:
             notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({'; '.join(what)})")
     return notes
+
+
+def disk_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
+    """A note on what trainings write: the most at one time, with checkpoints, and what stays."""
+    most = stays = 0
+    for each in estimates.values():  # in order of execution: outputs of earlier stages stay
+        most = max(most, stays + each.disk.total.bytes)
+        stays += each.disk.output + each.disk.staying * each.disk.checkpoint
+    free = gigabytes(free_bytes(plan.pipeline.store))
+    return [f"disk: at most {gigabytes(most)} with checkpoints, {gigabytes(stays)} stay; {free} free"] if most else []
 
 
 def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:

@@ -1,6 +1,6 @@
 """Checks of the models of a pipeline: files, chat templates, adapters, quantization and merges, without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from lineage.errors import ConfigError
 from lineage.filesystem.lock import unreliable_locks
 from lineage.source.model_files import (
     REWARD_MODEL_ADVICE,
+    awaits_weights,
     quantization_format,
     read_json,
     weight_places,
@@ -344,8 +345,8 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
 
 
 def require_model_files(name: str, source: Source, directory: Path) -> None:
-    """Requires that a directory holds a model, or an adapter (ConfigError)."""
-    if is_peft(directory):
+    """Requires that a directory holds a model, or one whose weights come later, or an adapter (ConfigError)."""
+    if is_peft(directory) or awaits_weights(directory):
         return
     for pattern, what in ((CONFIG, "no config.json"), ("*.safetensors", "no weights in safetensors")):
         if not any(directory.glob(pattern)):
@@ -354,6 +355,18 @@ def require_model_files(name: str, source: Source, directory: Path) -> None:
                 "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
                 "or an adapter as PEFT saves it"
             )
+
+
+def awaited_weights(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """A line for each model that stages read and that has no weights yet: a plan needs none."""
+    read = {pipeline.key(ref) for name in stages for ref in pipeline.stages[name].inputs.values()}
+    sources = {name: each for name, each in pipeline.sources.items() if SOURCE + name in read}
+    return [
+        f"sources.{name}.path={each.path}: no weights yet in {directory.name}: the plan is by its config.json, and a "
+        "run needs them (*.safetensors); download them into it"
+        for name, each in sources.items()
+        if each.kind == Kind.CHECKPOINT and (directory := local_model(each)) and awaits_weights(directory)
+    ]
 
 
 def _require_tokenizer(name: str, source: Source | None) -> None:

@@ -26,7 +26,14 @@ from flows.planning.checks import (
     text_part_notes,
     token_notes,
 )
-from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
+from flows.planning.model_checks import (
+    awaited_weights,
+    check_merges,
+    check_models,
+    check_replay,
+    check_same_split,
+    check_store,
+)
 from flows.planning.staleness import (
     Hyperparameters,
     PlannedInput,
@@ -260,7 +267,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     notes = [effects[name] for name in stale if name in effects]
     notes += [*_not_scored(stages, store), *_made_otherwise(stages, store)]
     resolutions = [note for stage in stale.values() for note in stage.notes]
-    notes += text_part_notes(resolved, [*stale])
+    notes += [*awaited_weights(resolved, [*stale]), *text_part_notes(resolved, [*stale])]
     notes += left_out_notes(resolved, [*stale])
     notes += token_notes(resolved, [*stale])
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note

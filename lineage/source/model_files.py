@@ -117,6 +117,8 @@ def weight_places(directory: Path) -> dict[str, Path]:
             "its files"
         )
     missing = [name for name in files if not (directory / name).is_file()]
+    if missing == files and not whole.is_file():  # of a model whose weights are not downloaded yet
+        return {}
     held = {name: directory / file for file in files if file not in missing for name in names(directory / file)}
     apart = sorted(
         {name for name, file in found.items() if held.get(name) != directory / str(file)} | held.keys() - found
@@ -128,6 +130,12 @@ def weight_places(directory: Path) -> dict[str, Path]:
             "of its files is accepted; save the model again with save_pretrained into an empty directory"
         )
     return dict(sorted(held.items()))
+
+
+def awaits_weights(directory: Path) -> bool:
+    """Whether a model has its configuration and no weights of any form, as before they are downloaded."""
+    forms = (_WEIGHTS, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+    return (directory / "config.json").is_file() and not any(each.suffix in forms for each in directory.iterdir())
 
 
 def _written(path: Path) -> str:

@@ -21,13 +21,13 @@ def chats(count, empty):
 
 
 def test_all_refusals_come_at_once_with_what_to_paste(tmp_path):
-    write(tmp_path, chats=chats(40, 3), pairs=[{"question": "a", "answer": "b"}] * 40)
+    write(tmp_path, chats=chats(40, 3), pairs=[{"asked": "a", "said": "b"}] * 40)
     done = Command(tmp_path)("plan", *WORDS)
     assert done.returncode == 2
     assert "instructions: 3 of 43 rows cannot be used:\n" in done.stderr
     assert "chats.jsonl:41: messages[1] content is empty" in done.stderr
     assert "posttrain data lists them; correct them, or leave them out with max_bad_rows=3" in done.stderr
-    assert "preferences: " in done.stderr and "'sources.preferences.columns={prompt: question, comp" in done.stderr
+    assert "preferences: pairs.jsonl: no format fits the columns asked, said" in done.stderr
     assert Command(tmp_path)("run", *WORDS).stderr.endswith(done.stderr), "as the run, before any stage"
 
 
@@ -42,6 +42,18 @@ def test_few_empty_rows_are_counted_and_named(tmp_path):
     )
 
 
+def test_columns_with_other_names_are_guessed_and_named_as_init_does(tmp_path):
+    rows = [{"question": f"What is {place}?", "answer": f"It is {place}."} for place in range(60)]
+    write(tmp_path, qa=rows, squad=[{"context": "c", **row} for row in rows])
+    done = Command(tmp_path)("plan", "pipeline=sft", "data=qa.jsonl")
+    assert "instructions: qa.jsonl is read with columns.prompt=question columns.completion=answer, a gu" in done.stdout
+    pasted = "sources.instructions.columns={prompt: question, completion: answer}"
+    assert f"'{pasted}'" in done.stdout, done.stdout
+    assert "a guess" not in Command(tmp_path)("plan", "pipeline=sft", "data=qa.jsonl", pasted).stdout
+    done = Command(tmp_path)("plan", "pipeline=sft", "data=squad.jsonl")
+    assert "'prompt_template={context} {question}'" in done.stdout, done.stdout
+
+
 def test_a_split_without_rows_is_found_by_the_plan(tmp_path):
     write(tmp_path, chats=chats(60, 0), few=chats(1, 0))
     done = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl", "stages.instructions.method.held_out=1e-9")
@@ -52,7 +64,7 @@ def test_a_split_without_rows_is_found_by_the_plan(tmp_path):
     known = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl", *epochs).stdout
     assert re.search(r"1 epoch of 5\d rows \(num_epochs, the default\), about 4 steps of 16 rows", known), known
     one = Command(tmp_path)("plan", "pipeline=sft", "data=few.jsonl")
-    assert one.returncode == 2 and "held_out=0.1 of 1 rows leaves none to " in one.stderr
+    assert one.returncode == 2 and "the one row leaves none to measure on beside it; give two" in one.stderr
 
 
 def test_a_file_that_is_one_json_object_is_named_as_such_with_what_makes_rows_of_it(tmp_path):

@@ -184,7 +184,6 @@ MISTAKES = {
     "plan pipeline=sft model=model data=missing.jsonl": "give a path that exists, a hub id, or a URL",
     "plan pipeline=sft model=nowhere data=chats.jsonl": "a model is also a directory that exists, or a hub id",
     "plan pipeline=dpo model=model data=chats.jsonl": "use pipeline=sft, or conf/stage/conversations.yaml",
-    "plan pipeline=sft model=model data=qa.csv": "columns.prompt=question columns.completion=answer reads them",
     "data broken.jsonl": "broken.jsonl:4: not JSON",
     "data odd.jsonl": "name columns, such as columns={prompt: question}",
     "init made --data chats.jsonl": "posttrain.yaml: is there already; edit it, or give init another folder",

@@ -4,9 +4,11 @@ Before conversion a template may build the prompt from several columns; afterwar
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -14,7 +16,7 @@ from itertools import takewhile
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.choices import CHOICE_COLUMNS, multiple_choice, recognize_choices
-from tasks.data.formats.proposals import JOBS, as_text, proposal, with_inner
+from tasks.data.formats.proposals import JOBS, Guess, as_text, guess, with_inner, with_prompt
 from tasks.data.formats.turns import (
     COMPLETION,
     SYSTEM,
@@ -636,6 +638,7 @@ class Detected:
         columns: the format's names -> the user's.
         seen: the format's columns that the source has.
         configured: the user has set the format, which permits to ignore columns that it does not read.
+        guess: by the names of the columns, where no format fits these; ``columns`` has its names.
     """
 
     name: str
@@ -643,6 +646,11 @@ class Detected:
     columns: Mapping[str, str]
     seen: frozenset[str]
     configured: bool
+    guess: Guess | None = None
+
+    def filled(self, fields: Fields) -> Fields:
+        """A row with the prompt of the guess's template (BadRowError: it lacks a column)."""
+        return with_prompt(fields, self.guess.template) if self.guess and self.guess.template else fields
 
     @cached_property
     def format(self) -> Format:
@@ -732,7 +740,7 @@ class _Fit:
 
 def detect(
     sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, configured: str | None = None,
-    kind: Kind | None = None,
+    kind: Kind | None = None, templated: bool = False,
 ) -> Detected:  # fmt: skip
     """Detects the format of a source.
 
@@ -741,7 +749,8 @@ def detect(
         place: its path, for messages.
         columns: our names -> the user's columns.
         configured: name of the format, if the user sets it.
-        kind: what is made of the rows, for the message.
+        kind: what is made of the rows, for a guess.
+        templated: whether their prompts are filled from a template of the user's.
 
     Raises:
         ConfigError: there is no format of that name.
@@ -771,7 +780,10 @@ def detect(
             "or say with format=NAME (sources.NAME.format=...) as what all are read"
         )
     if not fitting:
-        raise DataError(f"{place}: {_misfit(fits, rows, present, place, kind)}")
+        guessed = None if configured else _guessed(sample, rows, place, columns or {}, kind, templated=templated)
+        if guessed is None:
+            raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
+        return guessed
     best = fitting[0]
     if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *ROW_KINDS[best.format.kind].rare}:
         found = f"columns.{DOMAIN}: these are {best.format.kind}, and labels of text and conversations are accepted"
@@ -781,6 +793,29 @@ def detect(
         seen=best.columns | (best.format.mapping.keys() & present),
         evidence=f"{best.description}: {len(best.rows)} of {len(rows)} rows looked at",
     )  # fmt: skip
+
+
+def _guessed(
+    sample: Sequence[Fields], rows: Sequence[Fields], place: str, columns: Mapping[str, str], kind: Kind | None, *,
+    templated: bool,
+) -> Detected | None:  # fmt: skip
+    """How rows that no format fits are read by the names of their columns; None: these are no help."""
+    own = guess(rows, kind, with_context=not (columns or templated))
+    if own is None or own.columns.keys() & columns.keys():
+        return None
+    filled = list[Fields]()
+    for fields in sample:
+        with suppress(BadRowError):  # reported when all rows are read
+            filled.append(with_prompt(fields, own.template) if own.template else fields)
+    names = {ours: columns.get(theirs, theirs) for ours, theirs in own.columns.items()}
+    with suppress(DataError):
+        # A format is needed, so that nothing is guessed twice.
+        found = detect(filled, place, columns={**columns, **names}, kind=kind, templated=True)
+        if found.guess is None:
+            words = shlex.join(own.overrides)
+            evidence = f"{words}, a guess by the names of the columns; {found.evidence}"
+            return replace(found, guess=own, evidence=evidence)
+    return None
 
 
 def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, configured: bool) -> _Fit:
@@ -808,16 +843,15 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
     return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _misfit(
-    fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str, kind: Kind | None
-) -> str:
+_USUAL = "prompt and completion, messages, or text"
+
+
+def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str) -> str:
     """Why no format fits: what the nearest formats miss in the first row that does not match them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
     problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:3])
-    if len(fits) > 1 and (proposed := proposal(rows, place, kind)):
-        return f"no format fits the columns {', '.join(columns)}; {proposed}; the formats are in docs/data.md"
     way = "name columns, such as columns={prompt: question}"
     if columns and not present:
         way = "fill them: they are null in all rows looked at"
@@ -825,9 +859,11 @@ def _misfit(
         way = f"name it, such as columns={{text: {columns[0]}}}"
     if re.search(r"\.[ct]sv\b", place):
         way = f"if its first line names no columns, write one above it that does; else {way}"
+    names = [each.format.name for each in fits]
+    accepted = names[0] if len(names) == 1 else f"the columns of one of {len(names)} formats, such as {_USUAL}"
     return (
-        f"no format fits the columns {', '.join(columns) or 'none'}{problems and f' ({problems})'}; accepted: "
-        f"{', '.join(each.format.name for each in fits)}; {way}, or say which format is meant with format=NAME"
+        f"no format fits the columns {', '.join(columns) or 'none'}{problems and f' ({problems})'}; "
+        f"accepted: {accepted}; {way}, or say which format is meant with format=NAME"
     )
 
 

@@ -1,9 +1,10 @@
-"""Prompts from templates; overrides to paste for rows that no format fits, by the names of their columns."""
+"""Prompts from templates; guesses how rows that no format fits are read, by the names of their columns."""
 
 import re
 import shlex
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lineage.artifact import Kind
@@ -42,14 +43,36 @@ _REJECTED = ("rejected", "response_k", "rejected_response", "rejected_messages",
              "declined", "loser", "response_rejected")  # fmt: skip
 
 
-def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None) -> str:
-    """How the rows can be read, as overrides to paste; empty: their columns have unusual names.
+@dataclass(frozen=True, kw_only=True)
+class Guess:
+    """How rows that no format fits are read: our names -> their columns, and a template of prompts."""
+
+    columns: Mapping[str, str]
+    template: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of ``posttrain data``."""
+        template = [f"prompt_template={self.template}"] if self.template else []
+        return [*(f"columns.{ours}={theirs}" for ours, theirs in self.columns.items()), *template]
+
+    def settings(self, source: str, stage: str) -> str:
+        """The overrides of a pipeline, to paste."""
+        renames = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in self.columns.items())
+        words = [f"sources.{source}.columns={{{renames}}}"] if renames else []
+        words += [f"stages.{stage}.method.prompt_template='{self.template}'"] if self.template else []
+        return shlex.join(words)
+
+
+def guess(rows: Sequence[Fields], kind: Kind | None, *, with_context: bool = True) -> Guess | None:
+    """How rows can be read, by the names of their columns; None: these are unusual.
 
     Args:
         kind: what is made of them; prompts keep the answer as the column that reward functions compare with.
+        with_context: whether a column of contexts joins the prompt, which a template of the user's decides.
     """
     if kind != Kind.PROMPTS and (choosing := _choosing(rows)):
-        return _overrides(place, choosing)
+        return Guess(columns=choosing)
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
@@ -72,7 +95,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
         asked, name, answers = answers["chosen"], "chosen", {"rejected": answers["rejected"]}
     elif asked is None or None in taken:
         if len(turns) != 1:
-            return ""
+            return None
         answers, taken = {}, set()
         ((asked, name),) = turns.items()
     assert asked is not None
@@ -80,26 +103,15 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     if kind == Kind.PROMPTS:
         answers = {"answer": answers["completion"]} if "completion" in answers else {}
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
-    template = ""
+    template = None
     if context and not all(isinstance(each, str) for each in values[context]):  # a template needs it in each row
         context = None
-    if context and "." not in context + asked and asked not in turns:
-        template = f"prompt_template='{{{context}}} {{{asked}}}'"
+    if with_context and context and "." not in context + asked and asked not in turns:
+        template = f"{{{context}}} {{{asked}}}"
         renamed.pop("prompt", None)
     if not is_together or not (renamed or template):  # no row has both, or the names are no help
-        return ""
-    columns = {ours: theirs for ours, theirs in renamed.items() if theirs}
-    return _overrides(place, columns, *([template] if template else []), is_prompts=kind == Kind.PROMPTS)
-
-
-def _overrides(place: str, columns: Mapping[str, str], *settings: str, is_prompts: bool = False) -> str:
-    """The proposal: the overrides of ``posttrain data``, and those of a pipeline."""
-    renames = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in columns.items())
-    of_data = [f"columns.{ours}={_shell(theirs)}" for ours, theirs in columns.items()]
-    of_pipeline = [f"'sources.NAME.columns={{{renames}}}'"] if renames else []
-    of_pipeline += [f'"stages.STAGE.method.{each}"' for each in settings]
-    words = " ".join([_shell(place), *(["kind=prompts"] if is_prompts else []), *of_data, *settings])
-    return f"posttrain data {words} reads them; a pipeline does with {' '.join(of_pipeline)}"
+        return None
+    return Guess(columns={ours: theirs for ours, theirs in renamed.items() if theirs}, template=template)
 
 
 def _choosing(rows: Sequence[Fields]) -> dict[str, str]:
@@ -154,12 +166,6 @@ def _places(value: Mapping[str, object], outer: str = "") -> Iterator[str]:
         yield f"{outer}{name}"
         if isinstance(each, Mapping) and name not in CHOICES:
             yield from _places(each, f"{outer}{name}.")
-
-
-def proposed(message: str) -> list[str]:
-    """The overrides of ``posttrain data`` in a message that has a proposal; empty: it has none."""
-    found = re.search(r"posttrain data (.*?) reads them; a pipeline does with ", message)
-    return shlex.split(found[1])[1:] if found else []
 
 
 def _paths(name: str, value: object) -> Iterator[str]:
@@ -222,10 +228,6 @@ def with_inner(fields: Mapping[str, object], columns: Mapping[str, str]) -> Mapp
 
 def _quoted(name: str) -> str:
     return name if name.replace("_", "").isalnum() else f'"{name}"'
-
-
-def _shell(word: str) -> str:
-    return word if word.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum() else f"'{word}'"
 
 
 _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"

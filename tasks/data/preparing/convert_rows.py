@@ -142,6 +142,7 @@ class ConvertRows:
                 group = optional_name(fields.get(group_column), "group")
                 if self.detected is None:
                     raise _NOT_DETECTED
+                fields = self.detected.filled(fields)
                 fields, sees = self._with_images(fields)
                 row = self.detected.convert(fields)
                 nulls = self._nulls_of_tools(fields, row)
@@ -354,7 +355,10 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
         return _of_trees(source, chain(looked_at, chunks), kind or default, what)
     detected = None
     if sample or not count:
-        detected = detect(sample, source.path, columns=source.columns, configured=source.format, kind=kind)
+        detected = detect(
+            sample, source.path, columns=source.columns, configured=source.format, kind=kind,
+            templated=template is not None,
+        )  # fmt: skip
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 

@@ -139,6 +139,8 @@ def check_rows(
 def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -> DataError | None:
     """The error if a split has no row."""
     found = f"held_out={options.held_out} of {counts['rows']} rows leaves none"
+    if counts["rows"] == 1:
+        return DataError("the one row leaves none to measure on beside it; give two or more, better a hundred")
     if not counts["held_out_rows"]:
         return DataError(f"{found} to measure on; give more rows or groups, or a held_out above {decided.lowest:.3f}")
     if not counts["train_rows"]:

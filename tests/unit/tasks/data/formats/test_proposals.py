@@ -1,4 +1,4 @@
-"""Rows that no format fits are answered with overrides that read them."""
+"""Rows that no format fits are read by the names of their columns, which is said with the overrides."""
 
 import json
 import shlex
@@ -9,8 +9,6 @@ import pytest
 from flows.declare.config import load_pipeline
 from lineage.errors import DataError
 from tasks.data.formats.detect import detect
-from tasks.data.formats.proposals import proposed as words_of
-from tasks.data.formats.proposals import with_prompt
 from tests.data_command import call as call  # a fixture
 
 
@@ -29,44 +27,35 @@ from tests.data_command import call as call  # a fixture
         ("user preferred dispreferred", "preference"),
     ],
 )
-def test_the_overrides_of_the_message_read_the_rows(call, names, format):
+def test_rows_are_read_as_the_overrides_of_the_note_read_them(call, names, format):
     rows = "".join(json.dumps({name: f"{name} {n}" for name in names.split()}) + "\n" for n in range(200))
-    code, _, err = call("a.jsonl", a_jsonl=rows)
-    assert code == 2 and "; posttrain data a.jsonl " in err
-    command, _, pipeline = err.partition("posttrain data ")[2].partition(" reads them; a pipeline does with ")
-    code, out, err = call(*shlex.split(command), "--json")
-    assert code == 0, err
-    assert json.loads(out)["sources"]["rows"]["format"] == format
-    source = [word.replace("NAME", "instructions") for word in shlex.split(pipeline.partition("; the formats")[0])]
-    overrides = [word.replace("STAGE", "instructions") for word in source]
-    job = "dpo" if format == "preference" else "sft"
-    assert load_pipeline([f"pipeline={job}", "model=owner/name", "data=a.jsonl", *overrides])
-
-
-def test_the_report_is_of_the_rows_as_the_proposal_reads_them(call):
-    rows = "".join(json.dumps({"question": f"q {n}", "answer": f"a {n}"}) + "\n" for n in range(60))
-    code, out, err = call("a.jsonl", a_jsonl=rows)
-    assert code == 2 and "60 read, 60 used" in out and "'sources.instructions.columns={prompt: question, c" in err
-    assert "the report is of the rows as they are read with columns.prompt=question columns.completion=answer" in err
+    code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
+    assert code == 0 and json.loads(out)["sources"]["rows"]["format"] == format, err
+    words, _, pipeline = err.partition("a.jsonl is read with ")[2].partition(", a guess by the names of its columns, ")
+    code, pasted, err = call("a.jsonl", *shlex.split(words), "--json")
+    assert code == 0 and "guess" not in err, err
+    alike = ({**json.loads(each), "sources": None} for each in (out, pasted))
+    assert next(alike) == next(alike)
+    overrides = shlex.split(pipeline.rpartition("or there ")[2])
+    job, own = ("dpo", "preferences") if format == "preference" else ("sft", "instructions")
+    assert load_pipeline([f"pipeline={job}", "model=owner/name", f"data.{own}=a.jsonl", *overrides])
 
 
 def test_prompts_keep_the_answer_for_their_reward(call):
     rows = "".join(json.dumps({"question": f"{n} + 1?", "solution": f"#### {n + 1}"}) + "\n" for n in range(200))
-    code, _, err = call("a.jsonl", "kind=prompts", a_jsonl=rows)
-    assert code == 2 and "'sources.prompts.columns={prompt: question, answer: solution}'" in err, err
-    code, out, err = call(*shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0]), "--json")
+    code, out, err = call("a.jsonl", "kind=prompts", "--json", a_jsonl=rows)
     assert code == 0 and json.loads(out)["sources"]["rows"]["format"] == "prompts", err
+    assert "'sources.prompts.columns={prompt: question, answer: solution}'" in err, err
 
 
-def test_numbers_are_proposed_as_answers_and_read_as_they_are_written(call):
+def test_numbers_are_answers_and_read_as_they_are_written(call):
     rows = "".join(
         json.dumps({"question": f"{n} / 4?", "answer": n / 4 if n % 4 else n // 4}) + "\n" for n in range(200)
     )
-    code, _, err = call("a.jsonl", a_jsonl=rows)
-    assert code == 2 and "columns.prompt=question columns.completion=answer reads them" in err, err
-    code, out, err = call("a.jsonl", "columns.prompt=question", "columns.completion=answer", "--json")
+    code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
     assert code == 0 and json.loads(out)["sources"]["rows"]["rows_used"] == 200, err
-    read = detect([{"question": "q", "answer": 0}], "a", columns={"prompt": "question", "completion": "answer"})
+    assert "columns.prompt=question columns.completion=answer, a guess" in err, err
+    read = detect([{"question": "q", "answer": 0}], "a")
     assert read.convert({"question": "q", "answer": 0.25})["messages"][-1]["content"] == "0.25"
 
 
@@ -81,18 +70,12 @@ def test_numbers_are_proposed_as_answers_and_read_as_they_are_written(call):
         ({"question": "q", "answer": ["one", "two"]}, "one"),  # NQ open
     ],
 )
-def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
+def test_an_answer_inside_a_column_is_read(call, row, answer):
     rows = "".join(json.dumps({**row, "question": f"q {n}"}) + "\n" for n in range(200))
-    code, _, err = call("a.jsonl", a_jsonl=rows)
-    assert code == 2 and "columns.completion=answer" in err, err
-    command = shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0])
-    code, out, err = call(*command, "--json")
-    assert code == 0, err
-    assert json.loads(out)["sources"]["rows"]["rows_used"] == 200
-    columns = dict(word.removeprefix("columns.").split("=") for word in command if word.startswith("columns."))
-    made = detect([{**row, "prompt": "q"}], "a.jsonl", columns={"completion": columns["completion"]})
-    made = made.convert({**row, "prompt": "q"})
-    assert made["messages"][-1]["content"] == answer
+    code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
+    assert code == 0 and json.loads(out)["sources"]["rows"]["rows_used"] == 200, err
+    read = detect([row], "a.jsonl")
+    assert read.convert(read.filled(row))["messages"][-1]["content"] == answer
 
 
 @pytest.mark.parametrize("row", [{"answer": ""}, {"answer": " "}, {"answer": None}, {"question": ""}, {"context": ""}])
@@ -100,8 +83,8 @@ def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
 def test_a_bad_row_among_good_ones_does_not_hide_the_columns(row: dict[str, object], place: int) -> None:
     rows: list[dict[str, object]] = [{"context": "c", "question": f"q {n}", "answer": "a"} for n in range(20)]
     rows[place] = {**rows[place], **row}
-    with pytest.raises(DataError, match=r"columns.completion=answer prompt_template='\{context\} \{question\}' reads"):
-        detect(rows, "a.jsonl")
+    found = detect(rows, "a.jsonl").guess
+    assert found and found.overrides == ["columns.completion=answer", "prompt_template={context} {question}"]
 
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -119,11 +102,12 @@ Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         ),
     ],
 )
-def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: str) -> None:
-    with pytest.raises(DataError, match=f"; posttrain data a.jsonl {columns} reads them; a pipeline does with "):
-        detect([row], "a.jsonl")
+def test_turns_in_a_column_are_read_whole(row: dict[str, object], columns: str) -> None:
+    guessed = detect([row], "a.jsonl")
+    assert guessed.guess and guessed.guess.overrides == columns.split()
     renames = dict(word.removeprefix("columns.").split("=") for word in columns.split())
-    assert detect([row], "a.jsonl", columns=renames).convert(row) == {"messages": [Q, A]}
+    for detected in (guessed, detect([row], "a.jsonl", columns=renames)):
+        assert detected.convert(row) == {"messages": [Q, A]}
 
 
 @pytest.mark.parametrize(
@@ -146,12 +130,10 @@ def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: s
         ),
     ],
 )  # fmt: skip
-def test_choices_are_proposed_with_their_question(row: dict[str, object], proposed: str) -> None:
-    with pytest.raises(DataError, match=rf"; posttrain data a\.jsonl {proposed} reads them"):
-        detect([row], "a.jsonl")
-    columns = dict(word.removeprefix("columns.").split("=") for word in proposed.split())
-    read = detect([row], "a.jsonl", columns=columns).convert(row)
-    assert read == {
+def test_choices_are_read_with_their_question(row: dict[str, object], proposed: str) -> None:
+    detected = detect([row], "a.jsonl")
+    assert detected.guess and detected.guess.overrides == proposed.split()
+    assert detected.convert(row) == {
         "messages": [{"role": "user", "content": "q\n\nA. x\nB. y"}, {"role": "assistant", "content": "B. y"}]
     }
 
@@ -161,7 +143,7 @@ def numbered(*marks: str, of: str, answer: str, values: Sequence[object], **more
 
 
 @pytest.mark.parametrize(
-    ("rows", "proposed", "answers"),
+    ("rows", "guessed", "answers"),
     [
         (  # PIQA
             numbered("1", "2", of="sol", answer="label", values=[1, 0], goal="q"),
@@ -212,19 +194,15 @@ def numbered(*marks: str, of: str, answer: str, values: Sequence[object], **more
         ([{"Context": "q", "Response": "a"}], "columns.prompt=Context columns.completion=Response", ["a"]),
     ],
 )  # fmt: skip
-def test_rows_as_known_benchmarks_have_them(rows: list[dict[str, object]], proposed: str, answers: list[str]) -> None:
-    with pytest.raises(DataError) as refused:
-        detect(rows or [{"goal": "q"}], "a.jsonl")
-    found = words_of(str(refused.value))
-    assert found == shlex.split(proposed), refused.value
-    if not found:
+def test_rows_as_known_benchmarks_have_them(rows: list[dict[str, object]], guessed: str, answers: list[str]) -> None:
+    if not guessed:
+        with pytest.raises(DataError, match="no format fits"):
+            detect(rows or [{"goal": "q"}], "a.jsonl")
         return
-    settings = dict(word.split("=", 1) for word in found)
-    template = settings.pop("prompt_template", None)
-    columns = {name.removeprefix("columns."): theirs for name, theirs in settings.items()}
-    read = [with_prompt(row, template) if template else row for row in rows]
-    detected = detect(read, "a.jsonl", columns=columns)
-    assert [detected.convert(row)["messages"][-1]["content"] for row in read[: len(answers)]] == answers
+    detected = detect(rows, "a.jsonl")
+    assert detected.guess and detected.guess.overrides == shlex.split(guessed)
+    made = [detected.convert(detected.filled(row)) for row in rows[: len(answers)]]
+    assert [each["messages"][-1]["content"] for each in made] == answers
 
 
 def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
@@ -235,25 +213,24 @@ def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
     assert code == 2 and "a.jsonl:1" in err, err
 
 
-def test_unusual_names_and_empty_columns_get_no_proposal(call):
+def test_unusual_names_and_empty_columns_are_refused(call):
     for rows in (
         '{"foo": "a", "bar": "b"}\n',
         '{"question": "a", "answer": null}\n',
         '{"question": "a"}\n{"answer": "b"}\n',
     ):
-        assert "reads them; a pipeline" not in call("a.jsonl", a_jsonl=rows * 9)[2]
+        code, _, err = call("a.jsonl", a_jsonl=rows * 9)
+        assert code == 2 and "a guess" not in err, err
 
 
-def test_conversations_that_begin_alike_are_proposed_as_a_pair(call):
+def test_conversations_that_begin_alike_are_a_pair(call):
     """As LLaMA-Factory's version 1 has them."""
     asked = {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0}
     pair = {name: {"role": "assistant", "content": [{"type": "text", "value": name}]} for name in ("good", "bad")}
     row = {"chosen_messages": [asked, pair["good"]], "rejected_messages": [asked, pair["bad"]]}
     rows = "".join(json.dumps(row).replace('"q"', f'"q {n}"') + "\n" for n in range(200))
-    code, _, err = call("a.jsonl", a_jsonl=rows)
-    assert code == 2 and "columns.chosen=chosen_messages columns.rejected=rejected_messages reads them" in err, err
-    command = shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0])
-    code, out, err = call(*command, "--json")
+    code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
+    assert "columns.chosen=chosen_messages columns.rejected=rejected_messages, a guess" in err, err
     assert (code, json.loads(out)["sources"]["rows"]["rows_used"]) == (0, 200), err
 
 
