@@ -2,13 +2,20 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, known_refs, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
 from flows.reports.wording import relative
 from lineage.filesystem.files import local_path
+
+if TYPE_CHECKING:
+    from flows.reports.model import ScoreRow
+    from lineage.graph.diff import Diff
+    from lineage.graph.index import Index
 
 
 def add_lineage(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +130,24 @@ def run_diff(options: argparse.Namespace) -> int:
         raise ConfigError(f"diff: {len(refs)} REFs are given ({', '.join(refs)}); give two, as: posttrain diff A B")
     with Index(asked_store([arg for arg in cli_args if "=" in arg], options.config_dir)) as index:
         found = diff(index, *(resolve(ref, index).node for ref in refs))
-    print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
+        scores = _scores_of_both(found, index)
+    both = {"scores": {row["metric"]: [each and each["value"] for each in row["values"]] for row in scores}}
+    print(json.dumps(found.to_dict() | both, indent=2) if options.json else diff_text(found, scores))
     return 0
+
+
+def _scores_of_both(found: "Diff", index: "Index") -> "Sequence[ScoreRow]":
+    """The scores of two models in evaluations; empty: one of them has none, or is no model."""
+    from flows.reports.model import compared, model_report
+    from lineage.artifact import MODELS
+
+    nodes = found.first, found.second
+    if found.first.id == found.second.id or not all(
+        each.manifest and each.manifest.produces in MODELS for each in nodes
+    ):
+        return ()
+    scores, _ = compared([model_report(each.id, index) for each in nodes])
+    return scores[0]["rows"] if scores else ()
 
 
 def add_blame(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,14 @@
 """Output of ``posttrain diff``."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from flows.reports.wording import printable
+from flows.reports.wording import on_screen, printable
 from lineage.graph.diff import Cause, Diff
+from tasks.evaluate.report import title_of
+
+if TYPE_CHECKING:
+    from flows.reports.model import ScoreRow
 
 _TITLES = {
     "diagnosis": "a diagnosis",
@@ -23,18 +28,30 @@ _TITLES = {
 # They name their stage.
 _SELF_EXPLAINED = ("diagnosis", "recipe", "data", "graph", "recipe of a parent", "bytes of an input", "seed")
 _MOST_METRICS = 8  # of one stage
+_MOST_SCORES = 12
 
 
-def diff_text(found: Diff) -> str:
-    """The verdict, the ranked causes, and the changed metrics."""
+def diff_text(found: Diff, scores: "Sequence[ScoreRow]" = ()) -> str:
+    """The verdict, the ranked causes, the changed metrics, and what evaluations say of both."""
     lines = [
         f"A {found.first.id}",
         f"B {found.second.id}",
         _verdict(found),
         *cause_lines(found.causes),
         *_metrics(found),
+        *_scores(scores),
     ]
-    return "\n".join(map(printable, lines))
+    return on_screen("\n".join(map(printable, lines)))
+
+
+def _scores(scores: "Sequence[ScoreRow]") -> Iterator[str]:
+    if scores:
+        yield "evaluated:"
+    for row in scores[:_MOST_SCORES]:
+        first, second = ("(none)" if each is None else f"{each['value']:.4g}" for each in row["values"])
+        yield f"  {title_of(row['metric'])} {row['better']}: {first} -> {second}"
+    if len(scores) > _MOST_SCORES:
+        yield f"  and {len(scores) - _MOST_SCORES} more (posttrain report --compare A B shows all)"
 
 
 def _verdict(found: Diff) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from flows.reports.wording import printable, spelled
+from flows.reports.wording import on_screen, printable, spelled
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
@@ -23,7 +23,7 @@ def ancestry_tree(graph: Graph) -> str:
     """A block of lines per artifact with its inputs below; repeated artifacts are only named."""
     lines = list(_block(graph, graph.root, slot="", indent="", below="", shown=set()))
     environment = list(_environment(graph))
-    return "\n".join(map(printable, [*lines, "", *environment] if environment else lines))
+    return on_screen("\n".join(map(printable, [*lines, "", *environment] if environment else lines)))
 
 
 def moves_text(moves: Sequence[Event]) -> str:

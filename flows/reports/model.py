@@ -130,6 +130,7 @@ class Report(TypedDict, total=False):
     pipeline: str
     kind: str
     about: str
+    gains: str
     facts: Pairs
     use: Use
     lineage: Facts
@@ -146,6 +147,7 @@ class Report(TypedDict, total=False):
 
 
 _POINTS, _SAMPLES = 600, 5  # of a curve; rows, and answers
+_HEADLINES = 4  # measures at the head of the page
 _PICTURE = 256  # pixels of the longer side of an image on the page
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
 _DRAWS, _DRAWS_OF_GAIN = 200_000, 4_000_000  # of a bootstrap: rows times resamples; of a gain as many as a gate has
@@ -185,15 +187,16 @@ def model_report(ref: str, index: Index) -> Report:
         for found in [_scores(entry, slot, each, graph)] if found
     ]  # fmt: skip
     beside = _scores_beside(node)
+    scores += [beside] if beside else []
     sections: Report = {
         "ref": ref, "id": node.id, "name": node.name, "pipeline": manifest.pipeline, "kind": manifest.produces,
-        "about": _about(graph, chain), "facts": _facts(node, manifest),
+        "about": _about(graph, chain), "gains": _gains(scores), "facts": _facts(node, manifest),
         "lineage": graph.to_dict(node.id),
         "data": _data(graph),
         "samples": _trained_samples(graph, chain),
         "recipe": _recipe(index.store, node, manifest),
         "curves": [found for each in reversed(chain) if (found := _curves(each))],
-        "scores": [*scores, *([beside] if beside else [])],
+        "scores": scores,
         "verdicts": [
             asdict(found) | {"intervals": [interval_text(rule) for rule in found.rules]}
             for entry, slot, each in readers if each.produces == Kind.VERDICT and slot == "candidate"
@@ -647,6 +650,27 @@ def _scores_beside(node: Node) -> Scores | None:
         stage="beside the training", policies=columns, rows=rows, protocol=protocol, failed=failed, num_rows=count
     )  # fmt: skip
     return found if rows or failed else None
+
+
+def _gains(scores: Sequence[Scores]) -> str:
+    """By how much a model is better than the one before it, by the first evaluation that compares them."""
+    found = next((each for each in scores if any(row["gain"] for row in each["rows"])), None)
+    if found is None:
+        return ""
+    parts: dict[str, list[str]] = {"better": [], "worse": [], "no clear difference": []}
+    for row in found["rows"]:
+        gain, (before, after) = row["gain"], row["values"][-2:]
+        if gain and before and after:
+            low, high = cast("float", gain["low"]), cast("float", gain["high"])
+            values = " to ".join(short_number(cast("float", each["value"]), 3) for each in (before, after))
+            outcome = "better" if low > 0 else "worse" if high < 0 else "no clear difference"
+            parts[outcome].append(f"{title_of(row['metric'])} {values}")
+    texts = [
+        f"{outcome} in {', '.join(each[:_HEADLINES])}"
+        + (f" and {len(each) - _HEADLINES} more" if len(each) > _HEADLINES else "")
+        for outcome, each in parts.items() if each
+    ]  # fmt: skip
+    return f"Beside {found['policies'][-2]}: {'; '.join(texts)}." if texts else ""
 
 
 def _score_row(name: str, columns: Sequence[str], metrics: Mapping[str, float], scores: RowScores | None) -> ScoreRow:

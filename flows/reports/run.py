@@ -20,7 +20,7 @@ from flows.progress.stage_progress import Progress
 from flows.reports.page import render
 from flows.reports.wording import clock, empty_table, on_screen, plain_text, relative
 from flows.sweep.folder import trial_results
-from lineage.artifact import Kind
+from lineage.artifact import MODELS, Kind
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import as_line, live_findings
 from lineage.dvc import View
@@ -299,10 +299,25 @@ def summary(
         elif kind == Kind.REPORT and (output / METRICS_FILE).exists():
             slots = [slot for slot in planned.stage.inputs if slot not in planned.stage.method.consumes]
             parts += _measured(output, slots)
-    pages = {"page": relative(page) if page else "", "lineage": _lineage_page(plan)}
+    pages = {"page": f"{relative(page)}{_beside_others(plan)}" if page else "", "lineage": _lineage_page(plan)}
     parts += ["\n".join(found)] if (found := [f"{name:<7}  {place}" for name, place in pages.items() if place]) else []
     parts.append(_next(plan, seconds, cli_args))
     return on_screen("\n\n".join(part.rstrip() for part in parts))
+
+
+def _beside_others(plan: Plan) -> str:
+    """Whose page it is, where the outputs beside it are of another run: of the pipeline as it is declared."""
+    for planned in plan.stages:
+        if planned.stage.method.produces in MODELS:
+            viewed = _viewed(plan, planned)
+            if viewed and viewed.fingerprint != planned.fingerprint:
+                return f" (of this run; {planned.name} beside it is the declared pipeline's)"
+    return ""
+
+
+def _viewed(plan: Plan, planned: PlannedStage) -> Manifest | None:
+    """What a stage of the declared pipeline has made; None: nothing yet."""
+    return Entry(View(plan.pipeline.store, plan.pipeline.name).place(planned.name)).readable_manifest()
 
 
 def _findings(plan: Plan, seconds: Mapping[str, float]) -> Iterator[str]:
@@ -402,7 +417,7 @@ def _next(plan: Plan, seconds: Mapping[str, float], cli_args: Sequence[str]) -> 
     commands = []
     if models:
         last = models[-1]
-        viewed = Entry(View(plan.pipeline.store, plan.pipeline.name).place(last.name)).readable_manifest()
+        viewed = _viewed(plan, last)
         is_named = viewed.fingerprint == last.fingerprint if viewed else seconds.get(last.name)
         digits = "" if is_named else f"@{short(last.fingerprint)[:8]}"  # the stage's name means another
         commands.append(["chat", last.name + digits, *store])

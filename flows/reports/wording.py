@@ -72,6 +72,7 @@ _WORDS = re.compile(rf"(?:{_QUOTED}|\S)+")
 _COMMAND = re.compile(rf"(?<!\S)posttrain [a-z][\w-]*(?: (?:{_QUOTED}|[^\s;'()]*[^\s;,'()])+)*[;,.)]*")
 _INSTALL = rf"(?<!\S)pip install(?: -\S+)* (?:{_QUOTED}|\S)+"
 _UNBROKEN = re.compile(f"{_COMMAND.pattern}|{_INSTALL}|{_WORDS.pattern}")
+_BRANCH = re.compile("(?: *[│├└]─?)+ *")
 _LABEL = re.compile(r"\s*\S+(?: \S+)*? {2,}")  # name  text
 
 
@@ -115,6 +116,10 @@ def _folded(line: str, width: int, hang: int | None = None) -> list[str]:
     """
     if screen_cells(line) <= width:
         return [line]
+    if branch := _BRANCH.match(line):  # the lines of a tree go on beside its branches
+        below = branch[0].replace("├─", "│ ").replace("└─", "  ")
+        first, *more = _folded(line[branch.end() :], width - branch.end())
+        return [branch[0] + first, *(below + each for each in more)]
     if hang is None:
         label = _LABEL.match(line)
         hang = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2

@@ -60,3 +60,12 @@ def test_a_source_alone_has_no_environment(store):
     with Index(store.root) as index:
         lines = ancestry_tree(ancestry(index, index.sources("corpus")[-1])).splitlines()
     assert lines[0].startswith("source:corpus") and lines[-1]
+
+
+def test_long_lines_go_on_beside_the_branches_of_the_tree(store, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    whole, made = tree(store, store.chain()["evaluate"]), store.chain()["evaluate"]
+    assert all(len(line) <= 60 or " " not in line.strip(" │├└─") for line in whole)
+    assert all(line[0] in "e│├└ m" for line in whole if line), whole
+    monkeypatch.delenv("COLUMNS")
+    assert len(tree(store, made)) < len(whole)

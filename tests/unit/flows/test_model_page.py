@@ -62,6 +62,8 @@ def test_every_section_has_what_the_record_says(full):
     assert [cell["value"] for cell in rows["exact_match"]["values"]] == [0.1, 0.5, 0.8]
     gain = rows["exact_match"]["gain"]
     assert gain["value"] == pytest.approx(0.3) and gain["low"] < 0.3 < gain["high"]
+    assert found["gains"].startswith("Beside sft: ") and "exact match 0.5 to 0.8" in found["gains"], found["gains"]
+    assert found["gains"] in Page(model_page([found])).words
     assert rows["text_perplexity"]["better"] == "↓"
     assert rows["lm_eval:arc"]["values"] == [
         None,
@@ -89,6 +91,13 @@ def test_every_section_has_what_the_record_says(full):
         "name": "chats", "kind": "conversations", "train_rows": 80, "held_out_rows": 10, "labels": ["cc-by-4.0"],
         "sources": ["chats: /data/chats.jsonl"],
     }  # fmt: skip
+
+
+def test_a_diff_of_two_models_has_their_scores_beside_their_settings(full):
+    done = call(["diff", "p/sft", "p/dpo", "store=artifacts"], full.root.parent, {})
+    assert "evaluated:\n  exact match ↑: 0.5 -> 0.8\n" in done.stdout, done.stdout
+    done = call(["diff", "p/sft", "p/dpo", "store=artifacts", "--json"], full.root.parent, {})
+    assert json.loads(done.stdout)["scores"]["exact_match"] == [0.5, 0.8]
 
 
 def test_scores_beside_the_training_stand_beside_those_of_its_start(full):
