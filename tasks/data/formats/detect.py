@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.choices import CHOICE_COLUMNS, multiple_choice, recognize_choices
-from tasks.data.formats.proposals import JOBS, Guess, as_text, guess, with_inner, with_prompt
+from tasks.data.formats.proposals import JOBS, Guess, guess, inverted_hint, renamed_row, with_inner, with_prompt
 from tasks.data.formats.turns import (
     COMPLETION,
     SYSTEM,
@@ -29,6 +28,7 @@ from tasks.data.formats.turns import (
     answer,
     as_json,
     calls_json,
+    common_beginning,
     conversation,
     images_are_not_read,
     is_nothing,
@@ -296,16 +296,6 @@ def _implicit_preference(fields: Fields) -> CanonicalRow:
 
 def _is_answer(turn: object) -> bool:
     return isinstance(turn, dict) and turn.get("role") == "assistant"
-
-
-def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """Number of equal turns or characters at the beginning of two answers.
-
-    At least one is left for each answer, and a space before the answer belongs to the answer.
-    """
-    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
-    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
-    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end
 
 
 def _transcript_preference(fields: Fields) -> CanonicalRow:
@@ -706,7 +696,7 @@ class Detected:
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of its kind (BadRowError: what is wrong with it)."""
         if self.columns:
-            fields = _renamed(fields, self.columns)
+            fields = renamed_row(fields, self.columns)
         if off := self.format.switched_off(fields):
             found = f"{off[0]} is {named(fields[off[0]])}"
             raise BadRowError(found, WITHOUT_LOSS, "rows that are trained", f"remove {off[0]} to train the row")
@@ -764,7 +754,7 @@ def detect(
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
     if columns:
         _check_renames(sample, place, columns)
-    rows = [_renamed(fields, columns) for fields in sample] if columns else sample
+    rows = [renamed_row(fields, columns) for fields in sample] if columns else sample
     # Columns that are null in all rows are ignored.
     present = frozenset(name for fields in rows for name, value in fields.items() if value is not None)
     known = [BY_NAME[configured]] if configured else FORMATS
@@ -809,11 +799,9 @@ def _guessed(
             filled.append(with_prompt(fields, own.template) if own.template else fields)
     names = {ours: columns.get(theirs, theirs) for ours, theirs in own.columns.items()}
     with suppress(DataError):
-        # A format is needed, so that nothing is guessed twice.
         found = detect(filled, place, columns={**columns, **names}, kind=kind, templated=True)
-        if found.guess is None:
-            words = shlex.join(own.overrides)
-            evidence = f"{words}, a guess by the names of the columns; {found.evidence}"
+        if found.guess is None:  # it has a format, so that nothing is guessed twice
+            evidence = f"{shlex.join(own.overrides)}, a guess by the names of the columns; {found.evidence}"
             return replace(found, guess=own, evidence=evidence)
     return None
 
@@ -877,16 +865,6 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
     return "it is null in all rows looked at"
 
 
-def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
-    """A row with its columns renamed to the formats' names."""
-    fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
-    renamed = {ours.get(name, name): as_text(ours.get(name), value) for name, value in fields.items()}
-    if len(renamed) < len(fields):
-        ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
-        raise BadRowError(f"columns makes two columns {twice!r} of this row", accepted="one column of a name")
-    return renamed
-
-
 def check_direction(field: str, columns: Mapping[str, str], format: str | None) -> None:
     """Checks that ``columns`` maps our names to the rows' columns and not vice versa, as far as names tell.
 
@@ -899,7 +877,7 @@ def check_direction(field: str, columns: Mapping[str, str], format: str | None) 
         if ours not in _KNOWN_NAMES and theirs in _KNOWN_NAMES and format != "prompts":
             raise ConfigError(
                 f"{field}.{ours}={theirs}: {ours!r} is not a name that a format knows; "
-                f"{_inverted_hint(field, theirs, ours)} "
+                f"{inverted_hint(field, theirs, ours)} "
                 f"(or format=prompts, if the rows' column {theirs!r} is for a reward function that calls it {ours!r})"
             )
 
@@ -908,7 +886,7 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
     """Refuses renames of missing columns, and renames of two columns to one name."""
     present = list(dict.fromkeys(str(name) for fields in sample for name in with_inner(fields, columns)))
     for ours, theirs in columns.items():
-        turned = f"; {_inverted_hint('columns', theirs, ours)}" if ours in present else ""
+        turned = f"; {inverted_hint('columns', theirs, ours)}" if ours in present else ""
         if theirs not in present:
             found = f"{theirs!r} is not a column; there are: {', '.join(present)}{turned or '; name one of these'}"
         elif list(columns.values()).count(theirs) > 1:
@@ -919,9 +897,3 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
         else:
             continue
         raise DataError(f"{place}: columns.{ours}={theirs}: {found}")
-
-
-def _inverted_hint(field: str, ours: str, theirs: str) -> str:
-    text = f"{field}.{ours}={theirs}"
-    quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
-    return f"columns maps our name to the rows' column: set {quoted}"

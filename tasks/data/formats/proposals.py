@@ -3,6 +3,7 @@
 import re
 import shlex
 import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -228,6 +229,23 @@ def with_inner(fields: Mapping[str, object], columns: Mapping[str, str]) -> Mapp
 
 def _quoted(name: str) -> str:
     return name if name.replace("_", "").isalnum() else f'"{name}"'
+
+
+def renamed_row(fields: Fields, columns: Mapping[str, str]) -> Fields:
+    """A row with its columns renamed to the formats' names."""
+    fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
+    renamed = {ours.get(name, name): as_text(ours.get(name), value) for name, value in fields.items()}
+    if len(renamed) < len(fields):
+        ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
+        raise BadRowError(f"columns makes two columns {twice!r} of this row", accepted="one column of a name")
+    return renamed
+
+
+def inverted_hint(field: str, ours: str, theirs: str) -> str:
+    """What to set, where ``columns`` maps the wrong way round."""
+    text = f"{field}.{ours}={theirs}"
+    quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
+    return f"columns maps our name to the rows' column: set {quoted}"
 
 
 _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"

@@ -861,3 +861,13 @@ def prompt_of(transcript: str) -> list[Message]:
     """The turns of a prompt, without the ``Assistant:`` at its end."""
     turns = turns_of(transcript, "prompt")
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """Number of equal turns or characters at the beginning of two answers.
+
+    At least one is left for each answer, and a space before the answer belongs to the answer.
+    """
+    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
+    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end

@@ -18,7 +18,7 @@ from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache, digest_file
 from lineage.source.sources import Pinned, pin
 from tasks.context import TrainContext
-from tasks.data.formats.detect import common_beginning
+from tasks.data.formats.turns import common_beginning
 from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.reading.chunk import Row
 from tasks.prepare_data import PrepareConversations
