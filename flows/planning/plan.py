@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from flows.planning.staleness import (
     restarts,
     state_of,
 )
-from lineage.artifact import SOURCE, Source
+from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import PipelineError
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
@@ -51,6 +52,7 @@ from lineage.record.metrics_file import SCORES_FILE
 from lineage.source.sources import pin
 from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
+from tasks.data.kinds import TRAIN
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
@@ -307,7 +309,7 @@ def _made_otherwise(stages: Sequence[PlannedStage], store: Store) -> Iterator[st
     """A note for each finished stage that would do otherwise now because of its rows, which no recipe knows."""
     for planned in stages:
         entry = store.entry(planned.name, planned.fingerprint)
-        why = "" if planned.state != "reuse" else _without_choices(planned, entry)
+        why = "" if planned.state != "reuse" else _without_choices(planned, entry) or _turns_as_text(planned, entry)
         if why:
             yield (
                 f"{planned.name} is finished, and {why}; to produce it again, delete {entry.path}, and the outputs "
@@ -326,6 +328,27 @@ def _without_choices(planned: PlannedStage, entry: Entry) -> str:
         if source and source.format is None and read.get("format") == "reasoning" and unread:
             return f"{read['path']} was read without its {', '.join(sorted(unread))}, which is a part of the prompt now"
     return ""
+
+
+def _turns_as_text(planned: PlannedStage, entry: Entry) -> str:
+    """Why prompts that are turns in text were read as what a user wrote, with brackets and quotes."""
+    file, sources = entry.output / TRAIN, [each.source for each in planned.inputs.values()]
+    is_own = any(source and not source.path.startswith(QUICKSTART) for source in sources)
+    if not (
+        is_own and planned.stage.method.produces in (Kind.PREFERENCES, Kind.UNPAIRED, Kind.PROMPTS) and file.exists()
+    ):
+        return ""
+    import pyarrow.parquet as pq
+
+    from tasks.data.formats.turns import BadRowError, turns_in_text
+
+    with pq.ParquetFile(file) as table:
+        first = next(table.iter_batches(batch_size=20, columns=["prompt"]), None)
+    turns = [turn for prompt in first.column("prompt").to_pylist() for turn in prompt or ()] if first else []
+    with suppress(BadRowError):  # of turns that are refused now
+        if not any(isinstance(turns_in_text(turn["content"]), list) for turn in turns):
+            return ""
+    return "its prompts are the text of turns, read as what one user wrote; they are those turns now"
 
 
 def _resolved(pipeline: Pipeline, inputs: Mapping[str, Mapping[str, str]]) -> Pipeline:

@@ -4,7 +4,10 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flows.planning.plan import Plan
@@ -148,6 +151,21 @@ def test_finished_data_that_was_read_without_its_choices_is_named(toy, report, w
     again = toy(*words)
     assert again.stage("data").state == "reuse"
     assert len([note for note in again.notes if "rows.txt was read without its options" in note]) == is_named
+
+
+@pytest.mark.parametrize(
+    ("content", "is_named"), [('[{"role": "user", "content": "2+2?"}]', True), ("[1, 2] is what?", False)]
+)
+def test_finished_prompts_that_are_turns_in_text_are_named(toy, content, is_named):
+    Path("rows.jsonl").write_text(json.dumps({"prompt": content}))
+    target = "stages.data.method._target_=tasks.prepare_data.PreparePrompts"
+    own = [target, *(f"~stages.{name}" for name in ("model", "left", "right")), "sources.rows.path=rows.jsonl"]
+    plan = toy(*own)
+    finish(plan)
+    rows = [{"prompt": [{"role": "user", "content": content}]}]
+    pq.write_table(pa.Table.from_pylist(rows), plan.entry(plan.stage("data")).output / "train.parquet")
+    notes = toy(*own).notes
+    assert len([note for note in notes if "the text of turns, read as what one user wrote" in note]) == is_named
 
 
 @pytest.fixture
