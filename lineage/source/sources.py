@@ -369,9 +369,9 @@ def _values(files: Sequence[Path]) -> dict[str, object]:
     if schema is None:
         return {}
     found = {kind for field in schema for kind in _kinds(field.type)}
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    label = features.get("info", {}).get("features", {}).get("label")
-    found |= {"labels"} if isinstance(label, dict) and "names" in label else set()
+    with suppress(KeyError, TypeError, ValueError):  # it has no such column
+        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"]["label"]["names"]
+        found |= {"labels"} if names else set()
     return {"values": sorted(found)} if found else {}
 
 

@@ -194,8 +194,10 @@ def test_paragraphs_are_recorded_and_identity(rows: Path) -> None:
         ),
         (pa.array([0]), {"huggingface": '{"info": {"features": {"label": {"names": ["bad", "good"]}}}}'}, ["labels"]),
         (pa.array([0]), {"huggingface": '{"info": {"features": {"label": {"dtype": "int64"}}}}'}, []),
+        (pa.array([0]), {"huggingface": "[]"}, []),
+        (pa.array([0]), {"huggingface": "{"}, []),
     ],
-    ids=["text", "json", "maps", "labels", "numbers"],
+    ids=["text", "json", "maps", "labels", "numbers", "a list", "damaged"],
 )
 def test_tables_whose_values_were_once_read_otherwise_have_another_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, values: pa.Array, metadata: dict, found: list[str]
