@@ -123,7 +123,7 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
                 kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
                 entry.commit(manifest, lock, kept)
                 if mirror:
-                    clear_mirror(mirror, kept)
+                    clear_mirror(mirror, kept, lambda line: run.announce(f"{run.title(planned)}: {line}"))
                 return _report_end(run, planned, "done", manifest)
 
 
@@ -415,12 +415,17 @@ def adopted(mirror: Mirror, entry: Entry, after: int) -> Checkpoint | None:
     return None
 
 
-def clear_mirror(mirror: Mirror, kept: Collection[int]) -> None:
-    """Deletes the checkpoints of a finished stage; what cannot be deleted is logged."""
+def clear_mirror(mirror: Mirror, kept: Collection[int], announce: Callable[[str], None]) -> None:
+    """Deletes the checkpoints of a finished stage; a mirror that refuses is announced, and costs the stage nothing."""
     try:
+        mirror.require_writable()  # what is not there is listed as nothing
         mirror.keep(kept)
     except Exception as error:  # of a file system's own library: no common base
-        logger.warning("mirror=%s state=not cleared: %s; delete it there", mirror.url, first_line(error))
+        why = str(error) if isinstance(error, ConfigError) else first_line(error)
+        announce(
+            f"{why}; the output is whole, and its mirror may lack checkpoints, which the stage's log "
+            "names, or still have some"
+        )
 
 
 def settle_last_run(store: Path, entry: Entry) -> str:

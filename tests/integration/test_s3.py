@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from flows.stages.execute import adopted
+from flows.stages.execute import adopted, clear_mirror
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Mirror
 from lineage.errors import ConfigError, DataError, StoppedError
@@ -118,8 +118,15 @@ def test_a_training_whose_machine_is_lost_resumes_from_the_bucket_to_the_bit(row
     rows.put("kept/sft/f00d/step-4/model.safetensors", b"the begin")  # and then the process was killed
     mirror.keep(())
     assert "Contents" not in rows.client().list_objects_v2(Bucket="rows", Prefix="kept/")
+    nowhere, announced = Mirror("s3://nowhere/x", lost.folder), list[str]()
     with pytest.raises(ConfigError, match=r"checkpoint_mirror=s3://nowhere/x: cannot be written \(FileNotFoundError: "):
-        Mirror("s3://nowhere/x", lost.folder).require_writable()
+        nowhere.require_writable()
+    clear_mirror(nowhere, (), announced.append)
+    [line] = announced
+    assert (
+        line.startswith("resources.checkpoint_mirror=s3://nowhere/x: cannot be written (")
+        and "the output is whole" in line
+    )
 
 
 def _read_into(results: "multiprocessing.Queue[bytes]") -> None:

@@ -148,7 +148,8 @@ class Uploads:
                     logger.info("step=%d mirror=%s state=sent seconds=%.1f", record.step, self.mirror.url, seconds)
             except Exception as error:  # of a file system's own library: no common base
                 logger.warning(
-                    "step=%d mirror=%s state=not sent (%s): %s; the next checkpoint is tried again",
+                    "step=%d mirror=%s state=not sent (%s): %s; the store has it, and the next one is tried again: see "
+                    "that the mirror can be written",
                     record.step, self.mirror.url, first_line(error),
                     "it has none of this run" if self._last is None else f"its last good one is of step {self._last}",
                 )  # fmt: skip
