@@ -268,7 +268,7 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
     """Notes every batch that is collated, each row by its tokens, and where the last step's gradients lie."""
     from transformers import Trainer, TrainerCallback
 
-    from tasks.train.run import fit
+    from tasks.train.run import TrainingRun
     from tasks.train.sharding import local
 
     class Storages(TrainerCallback):
@@ -276,8 +276,9 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
             held = [local(each.grad) for each in kwargs["model"].parameters() if each.grad is not None]
             storages[:] = [each.untyped_storage().data_ptr() for each in held]
 
-    def watched(*given: Any) -> Metrics:
-        trainer = next(each for each in given if isinstance(each, Trainer))
+    fit = TrainingRun.fit
+
+    def watched(run: TrainingRun, trainer: Trainer) -> Metrics:
         collate = trainer.data_collator
 
         def noting(examples: list[dict[str, Any]]) -> Any:
@@ -286,9 +287,9 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
 
         trainer.data_collator = noting
         trainer.add_callback(Storages())
-        return fit(*given)
+        return fit(run, trainer)
 
-    with mock.patch("tasks.train.run.fit", watched):
+    with mock.patch.object(TrainingRun, "fit", watched):
         yield
 
 

@@ -350,16 +350,9 @@ def memory(
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
     at_once, passes = _largest_pass(method, resources, found, shapes, tokens, mean, capacity)
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
-    gradients = _gradient_copies(method, resources) * copies * (weights.trained * _FLOAT - trained_split * (_FLOAT - 2))
-    gradients = whole.part("gradients", gradients, method)
     fixed = resources.micro_batch_size != "auto" and resources.accumulation_steps(method.global_batch_size)
-    if resources.sharding == "zero2_offload" and not resources.gpus_per_worker:
-        gradients *= 1 + ((fixed or passes) > 1)  # in the CPU's memory is the sum of earlier passes too
-    if whole.passing and not method.adapter:
-        # In the first pass, no worker has its part yet of what it passes on.
-        gradients += copies * _FLOAT * (whole.passing - ((fixed or passes) == 1) * whole.passing // whole.over)
-    if whole.copied and ("gradients" in whole.divides or weights.trained > BUCKET_ELEMENTS):  # DeepSpeed's
-        gradients += _FLOAT * (min(weights.trained, BUCKET_ELEMENTS) + whole.largest * (not method.adapter))
+    is_one_pass = (fixed or passes) == 1
+    gradients = _gradients(method, resources, whole, weights.trained, trained_split, copies, is_one_pass=is_one_pass)
     base -= split * (_FLOAT - 2)
     held = ((base - scales) // whole.parts + scales) * copies * ("weights" not in whole.offloaded)
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
@@ -702,6 +695,28 @@ def _sampler_in_use(method: TrainingRecipe) -> dict[str, str]:
     if getattr(getattr(method, "sampling", None), "repetition_penalty", 1.0) != 1:
         return {"completions": f"transformers (sampling.repetition_penalty; {choice})"}
     return {"completions": f"a CUDA graph a token where the architecture is plain attention ({choice})"}
+
+
+def _gradients(
+    method: TrainingRecipe, resources: Resources, whole: _Whole, trained: int, split: int, copies: int, *,
+    is_one_pass: bool,
+) -> int:  # fmt: skip
+    """Bytes of the gradients of a step.
+
+    Args:
+        trained: weights, of which ``split`` have gradients in half.
+        copies: of the model.
+    """
+    found = _gradient_copies(method, resources) * copies * (trained * _FLOAT - split * (_FLOAT - 2))
+    found = whole.part("gradients", found, method)
+    if resources.sharding == "zero2_offload" and not resources.gpus_per_worker:
+        found *= 1 + (not is_one_pass)  # in the CPU's memory is the sum of earlier passes too
+    if whole.passing and not method.adapter:
+        # In the first pass, no worker has its part yet of what it passes on.
+        found += copies * _FLOAT * (whole.passing - is_one_pass * whole.passing // whole.over)
+    if whole.copied and ("gradients" in whole.divides or trained > BUCKET_ELEMENTS):  # DeepSpeed's
+        found += _FLOAT * (min(trained, BUCKET_ELEMENTS) + whole.largest * (not method.adapter))
+    return found
 
 
 def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:

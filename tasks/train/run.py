@@ -680,11 +680,103 @@ class TrainingRun:
     # --- 4. the loop
 
     def fit(self, trainer: Trainer) -> dict[str, float]:
-        """Trains to the last step; see ``fit``."""
+        """Trains to the last step, and reports each step; the trainer then holds the weights of the stage's output.
+
+        Returns:
+            Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
+            ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. Of the best
+            model ``best_step``, and means up to it; where it ended early, ``diverged_at_step`` or
+            ``ended_early_at_step``.
+
+        Raises:
+            StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
+            PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic``
+                forbids.
+            DataError: models are measured on held-out rows, and there are none.
+        """
+        method, inputs, ctx = self.method, self.inputs, self.ctx
         self.trained = trainer.model
-        if self.ctx.rank == 0 and type(self.method).reads.trained:  # else a loss says nothing about rows
+        if ctx.rank == 0 and type(method).reads.trained:  # else a loss says nothing about rows
             trainer.add_callback(Jumps(self._rows_of_step))
-        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
+        if method.adapter:
+            step_in_fp32(trainer.model)
+        to_zero(trainer.args, trainer.model)
+        before, start, first = seconds_before(ctx), time.perf_counter(), weights_of(trainer.model)
+        speed = self.speed
+        validation = None
+        if method.measures_held_out:
+            held_out = self._held_out or held_out_rows(method, inputs, ctx)
+            validation = Validating(trainer, method, ctx, held_out, len(self.rows))
+        saver = Saver(ctx, method, before, len(self.rows))
+        checkpointing = Checkpointing(trainer, ctx, method, saver)
+        best = BestModel(trainer, method.best, ctx, checkpointing) if method.best else None
+        scoring = Scoring(trainer, method, inputs, ctx, checkpointing, len(self.rows)) if method.evaluation else None
+        adaptive = method.schedule.adaptive
+        rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
+        divergence = Divergence(saver, best if method.on_divergence == "best" else None)
+        if trainer.state.global_step < trainer.args.max_steps:
+            try:
+                watching = [*filter(None, (rate, validation, best, scoring)), divergence, Recorder(ctx, speed)]
+                on_gpu = ctx.resources.gpus_per_worker > 0
+                with (
+                    deterministic_kernels(ctx.resources.is_deterministic),
+                    fast_products(method.precision, on_gpu=on_gpu),
+                    collecting_between_steps(enabled=on_gpu) as collect,
+                ):
+                    self._take_steps(trainer, watching, checkpointing, collect)
+                saver.finish()
+                ended_early = any(each.ended_at for each in (validation, scoring) if each)
+                if checkpointing.stopped_at is not None and not ended_early:
+                    raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
+            except Exception:
+                saver.settle()
+                if ctx.rank == 0:  # rank 0 publishes checkpoints; another rank's failure must not delete its draft
+                    discard_drafts(ctx.work_dir)
+                raise
+        else:
+            logger.info("steps=%d state=finished", trainer.state.global_step)
+        num_steps, notes = trainer.state.global_step, dict[str, float]()
+        seconds = before + time.perf_counter() - start
+        notes |= scoring.finish() if scoring else {}
+        num_steps = (scoring and scoring.ended_at) or num_steps
+        if best and (method.output == "best" or divergence.step is not None):
+            notes["best_step"] = float(best.end_at_best())
+        notes |= (rate.metrics if rate else {}) | unmoved(trainer.model, first)
+        ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
+        notes |= {name: float(at) for name, at in ended.items() if at is not None}
+        log = [each for each in trainer.state.log_history if each["step"] <= num_steps]
+        metrics = summary(log, seconds, speed, num_steps=num_steps, output_step=int(notes.get("best_step", num_steps)))
+        held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
+        return {**metrics, **notes, **held_out_loss}
+
+    def _take_steps(
+        self, trainer: Trainer, watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
+        collect: Callable[[], None],
+    ) -> None:  # fmt: skip
+        ctx = self.ctx
+        name_accumulation(trainer)
+        # It walks through all modules for each micro batch, and nothing reads it.
+        trainer.floating_point_ops = lambda inputs: 0
+        if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
+            trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+            # They are constants. A worker without memory does not come to the exchange before a forward pass.
+            trainer.accelerator.ddp_handler.broadcast_buffers = False
+        trainer.remove_callback(PrinterCallback)
+        # In this order: measure, report, save.
+        rounds = [Rounds(trainer, ctx, ctx.islands)] if ctx.islands else []
+        # The trainer's own callbacks read the mean of the islands too.
+        trainer.callback_handler.callbacks[:0] = [NewRandomState(ctx), StepCounts(trainer, ctx), *rounds]
+        start_scaler(trainer)
+        for callback in (*watching, StepMarks(ctx, collect), checkpointing):
+            trainer.add_callback(callback)
+        checkpointing.install()
+        if (checkpoint := ctx.resume_from) and ctx.islands and trainer.is_deepspeed_enabled:
+            checkpoint = ctx.islands.folder(checkpoint)
+        if checkpoint:
+            logger.info("checkpoint=%s state=resumed", checkpoint)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if callable(getattr(trainer.optimizer, "eval", None)):
+            trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output
 
     def _rows_of_step(self, step: int) -> str:
         order = row_order(len(self.rows), self.method.rows_of(step), self.method.seed)
@@ -719,7 +811,7 @@ class TrainingRun:
         return dict(metrics)
 
 
-# What the steps above call, in their order: rows, trainer, loop.
+# What the steps above call, in their order: rows, trainer.
 
 
 def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
@@ -802,99 +894,3 @@ def require_known(own: Mapping[str, object], known: set[str], parameters: set[st
         raise ConfigError(
             f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of these"
         )
-
-
-def fit(
-    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
-    held_out: Dataset | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """Trains to the last step, and reports each step; the trainer then holds the weights of the stage's output.
-
-    Args:
-        num_rows: that are trained on in a pass.
-        held_out: the rows of ``validation``; None: they are read where it measures them.
-
-    Returns:
-        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. Of the best model
-        ``best_step``, and means up to it; where it ended early, ``diverged_at_step`` or ``ended_early_at_step``.
-
-    Raises:
-        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
-        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: models are measured on held-out rows, and there are none.
-    """
-    if method.adapter:
-        step_in_fp32(trainer.model)
-    to_zero(trainer.args, trainer.model)
-    before, start, first = seconds_before(ctx), time.perf_counter(), weights_of(trainer.model)
-    speed = Speed(method, ctx.resources, trainer.model.config.to_dict(), inputs)
-    validation = None
-    if method.measures_held_out:
-        validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
-    saver = Saver(ctx, method, before, num_rows)
-    checkpointing = Checkpointing(trainer, ctx, method, saver)
-    best = BestModel(trainer, method.best, ctx, checkpointing) if method.best else None
-    scoring = Scoring(trainer, method, inputs, ctx, checkpointing, num_rows) if method.evaluation else None
-    adaptive = method.schedule.adaptive
-    rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
-    divergence = Divergence(saver, best if method.on_divergence == "best" else None)
-    if trainer.state.global_step < trainer.args.max_steps:
-        try:
-            watching = [*filter(None, (rate, validation, best, scoring)), divergence, Recorder(ctx, speed)]
-            on_gpu = ctx.resources.gpus_per_worker > 0
-            fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
-            with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
-                _take_steps(trainer, ctx, watching, checkpointing, collect)
-            saver.finish()
-            ended_early = any(each.ended_at for each in (validation, scoring) if each)
-            if checkpointing.stopped_at is not None and not ended_early:
-                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
-        except Exception:
-            saver.settle()
-            if ctx.rank == 0:  # rank 0 publishes checkpoints; another rank's failure must not delete its draft
-                discard_drafts(ctx.work_dir)
-            raise
-    else:
-        logger.info("steps=%d state=finished", trainer.state.global_step)
-    num_steps, notes = trainer.state.global_step, dict[str, float]()
-    seconds = before + time.perf_counter() - start
-    notes |= scoring.finish() if scoring else {}
-    num_steps = (scoring and scoring.ended_at) or num_steps
-    if best and (method.output == "best" or divergence.step is not None):
-        notes["best_step"] = float(best.end_at_best())
-    notes |= (rate.metrics if rate else {}) | unmoved(trainer.model, first)
-    ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
-    notes |= {name: float(at) for name, at in ended.items() if at is not None}
-    step, log = int(notes.get("best_step", num_steps)), [x for x in trainer.state.log_history if x["step"] <= num_steps]
-    metrics = summary(log, seconds, speed, num_steps=num_steps, output_step=step)
-    held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
-    return {**metrics, **notes, **held_out_loss}
-
-
-def _take_steps(
-    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
-    collect: Callable[[], None],
-) -> None:  # fmt: skip
-    name_accumulation(trainer)
-    trainer.floating_point_ops = lambda inputs: 0  # it walks through all modules for each micro batch; nothing reads it
-    if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
-        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
-        # They are constants. A worker without memory does not come to the exchange before a forward pass.
-        trainer.accelerator.ddp_handler.broadcast_buffers = False
-    trainer.remove_callback(PrinterCallback)
-    # In this order: measure, report, save.
-    rounds = [Rounds(trainer, ctx, ctx.islands)] if ctx.islands else []
-    # The trainer's own callbacks read the mean of the islands too.
-    trainer.callback_handler.callbacks[:0] = [NewRandomState(ctx), StepCounts(trainer, ctx), *rounds]
-    start_scaler(trainer)
-    for callback in (*watching, StepMarks(ctx, collect), checkpointing):
-        trainer.add_callback(callback)
-    checkpointing.install()
-    if (checkpoint := ctx.resume_from) and ctx.islands and trainer.is_deepspeed_enabled:
-        checkpoint = ctx.islands.folder(checkpoint)
-    if checkpoint:
-        logger.info("checkpoint=%s state=resumed", checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if callable(getattr(trainer.optimizer, "eval", None)):
-        trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output

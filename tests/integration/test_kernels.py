@@ -271,17 +271,17 @@ BF16 = replace(RESOURCES, weights="bf16")
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
     """The dtypes of frozen and of trained parameters of each model that a trainer of transformers was given."""
     found: list[tuple[set[torch.dtype], set[torch.dtype]]] = []
-    original = module.fit
+    original = module.TrainingRun.fit
 
-    def fit(method: object, trainer: Trainer, *args: object) -> dict[str, float]:
+    def fit(run: module.TrainingRun, trainer: Trainer) -> dict[str, float]:
         step_in_fp32(trainer.model)
         for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
             parameters = [(each.requires_grad, each.dtype) for each in model.parameters()]
             frozen, trained = ({dtype for grad, dtype in parameters if grad == takes} for takes in (False, True))
             found.append((frozen, trained))
-        return original(method, trainer, *args)  # type: ignore[arg-type]
+        return original(run, trainer)
 
-    monkeypatch.setattr(module, "fit", fit)
+    monkeypatch.setattr(module.TrainingRun, "fit", fit)
     return found
 
 

@@ -1,7 +1,10 @@
-"""Imports between our own modules, counting ``TYPE_CHECKING`` and deferred ones: no cycle, no file for one importer."""
+"""Imports between our own modules, counting ``TYPE_CHECKING`` and deferred ones: no cycle, no file for one importer.
+
+And the size of files and functions."""
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,6 +14,7 @@ FILES = {
     for package in ("lineage", "tasks", "flows")
     for path in (ROOT / package).rglob("*.py")
 }
+_FUNCTION = re.compile(r"\s*(?:async )?def (\w+)")
 _IMPORT = re.compile(r"^ *from ([\w.]+) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 
 
@@ -34,15 +38,19 @@ def test_no_module_imports_itself_through_others():
 ALONE = {
     "flows.__main__": "the command line",
     "flows.commands.*": "imported by name, when its command is called",
-    "flows.peers.*": "imported by name, when its command is called",
-    "flows.serving.*": "imported by name, when its command is called",
+    "flows.commands.examples": "the texts of --help; its importer has 400 lines without them",
+    "flows.peers.importing": "imported by name, when its command is called",
+    "flows.peers.datasets": "one story: what a data set of a peer is here; its importer has 900 lines without it",
+    "flows.serving.(chat|ui)": "imported by name, when its command is called",
+    "flows.serving.ollama": "the files of one program; its importer has 400 lines without them",
     "flows.steps.client": "posttrain.steps: the SDK",
     "tasks.train.steps.renderers": "posttrain.steps: the SDK",
     "flows.steps.command": "imported by name, when its command is called",
     "flows.steps.tinker": "the protocol of one client",
     "flows.steps.commit": "the index and sources: its command's file parses alone, also for --help",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
-    "flows.prefect.*": "Prefect: what starts fast does not import it",
+    "flows.prefect.(deployed|triggers)": "Prefect: `posttrain serve --help` does not import it",
+    "flows.prefect.page": "a listener of a run, as each of the others is a file",
     "flows.reports.pages": "python -m: `make settings-page`",
     "flows.stages.imports_begin": "the first module that the fork server imports",
     "tasks.*": "a method: conf/stage names its class, or a stage of a user's own does",
@@ -57,14 +65,15 @@ ALONE = {
     "flows.operate.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
     "flows.progress.trackers": "trackers beside MLflow: a run without them does not import it",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
-    "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
+    "flows.reports.(impact|lineage|status)": "the index and drawings: the command's file parses alone, also for --help",
     "flows.sweep.plots": "Optuna and plotly",
     "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
-    "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
+    "flows.verl.export": "the methods of reinforcement: its command's file parses alone, also for --help",
+    "flows.verl.recipe": "settings of a library, as a table; its importer writes files",
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
-    "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
+    "tasks.data.reading.delimited": "one family of files; the reader chooses among them",
     "tasks.evaluate.beside": "a process of its own, which the training starts by this name",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
@@ -82,7 +91,7 @@ ALONE = {
 def test_a_file_that_one_other_imports_belongs_into_it_or_says_why_not():
     importers = Counter(imported for found in GRAPH.values() for imported in found)
     alone = {module for module in FILES if importers[module] < 2 and FILES[module].name != "__init__.py"}
-    reasons = {name: re.compile(re.escape(name).replace(r"\*", r"\w+")) for name in ALONE}
+    reasons = {name: re.compile(name.replace(".", r"\.").replace("*", r"\w+")) for name in ALONE}
     assert not [module for module in sorted(alone) if not any(each.fullmatch(module) for each in reasons.values())]
     assert not [name for name, each in reasons.items() if not any(map(each.fullmatch, alone))], "no file needs these"
 
@@ -96,3 +105,29 @@ def test_a_folder_has_few_modules_and_a_file_one_story():
     assert {name: count for name, count in folders.items() if count > MOST_MODULES} == {"tasks": folders["tasks"]}
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+MOST_IN_FUNCTION, MOST_IN_STORY = 60, 150
+# What runs a stage, from its first line to its last.
+STORIES = {"tasks.train.run.trl", "tasks.train.run.fit", "tasks.evaluate.evaluate.run"}
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of a file, with the number of its lines."""
+    open_ones: list[tuple[int, str, int]] = []  # indentation, name, first line
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate([*lines, "END"]):
+        indent = len(line) - len(line.lstrip())
+        if not line or line[indent] == ")":
+            continue
+        while open_ones and open_ones[-1][0] >= indent:
+            _, name, first = open_ones.pop()
+            yield name, len("\n".join(lines[first:number]).rstrip().splitlines())
+        if found := _FUNCTION.match(line):
+            open_ones.append((indent, found[1], number))
+
+
+def test_a_function_has_60_lines_unless_it_runs_a_stage():
+    found = [(f"{module}.{name}", size) for module, path in FILES.items() for name, size in functions_of(path)]
+    assert {name for name, size in found if size > MOST_IN_FUNCTION} == STORIES
+    assert all(size <= MOST_IN_STORY for _, size in found)

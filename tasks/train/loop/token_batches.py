@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     Batch = dict[str, Tensor]
     Example = Mapping[str, Sequence[int]]
-    Collate = Callable[[list[Example]], Batch]
 
 else:
     _Base = object  # of a class in front of trainers

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     Batch = dict[str, Tensor]
 
-_REFERENCE_FILE = "reference.safetensors"  # in a checkpoint
-
 
 class OwnLossesTrainer(DPOTrainer):
     """Adds our own losses to those of TRL.

@@ -49,7 +49,14 @@ def test_it_is_allowed_where_that_is_set_and_other_errors_are_raised_as_they_are
 def trainer(state, args):
     model = torch.nn.Linear(1, 1)
     model.config = PretrainedConfig()
-    return SimpleNamespace(model=model, state=state, args=args, _save_checkpoint=None)
+    added = {"add_callback": lambda _callback: None}
+    return SimpleNamespace(model=model, state=state, args=args, _save_checkpoint=None, **added)
+
+
+def fit(context, trainer):
+    run = module.TrainingRun(SFT(), {}, context)
+    run.__dict__ |= {"_start": trainer, "rows": range(40)}
+    run.fit(trainer)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -62,13 +69,13 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
         products.append(torch.get_float32_matmul_precision())
         raise InterruptedError
 
-    monkeypatch.setattr(module, "_take_steps", train)
+    monkeypatch.setattr(module.TrainingRun, "_take_steps", train)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
     state, args = SimpleNamespace(global_step=0), SimpleNamespace(max_steps=8, deepspeed=None)
     resources = Resources(deterministic=deterministic)
     context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, resources=resources)
     with pytest.raises(InterruptedError):
-        module.fit(SFT(), trainer(state, args), {}, context, 40)
+        fit(context, trainer(state, args))
     assert found == [deterministic]
     assert products == ["medium"]
 
@@ -117,14 +124,14 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
     def fails(*_):
         raise OSError("the connection to another worker is gone")
 
-    monkeypatch.setattr(module, "_take_steps", fails)
+    monkeypatch.setattr(module.TrainingRun, "_take_steps", fails)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
     draft = tmp_path / "checkpoint-4"
     draft.mkdir()
     state, args = SimpleNamespace(global_step=3), SimpleNamespace(max_steps=8, deepspeed=None)
     context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, rank=rank, world_size=2)
     with pytest.raises(OSError, match="connection"):
-        module.fit(SFT(), trainer(state, args), {}, context, 40)
+        fit(context, trainer(state, args))
     assert draft.exists() == (rank == 1)
 
 
