@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import pyarrow as pa
+import pytest
 import torch
 from datasets import Dataset
 
@@ -22,7 +23,7 @@ from lineage.artifact import Kind, Source
 from lineage.store import Entry
 from tasks.context import Resources, TrainContext
 from tasks.method import Input
-from tasks.prepare_data import PreparePreferences
+from tasks.prepare_data import PrepareConversations, PreparePreferences
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 
@@ -126,15 +127,20 @@ def following(followed: Followed) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path) -> None:
-    import trl.trainer.dpo_trainer  # noqa: F401  # before the row is followed: every call costs
+@pytest.mark.parametrize("name", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
+def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path, name: str) -> None:
+    import trl.trainer.dpo_trainer
+    import trl.trainer.sft_trainer  # noqa: F401  # before the row is followed: every call costs
     from transformers import AutoTokenizer
 
     import tasks.data.preparing.prepare
     import tasks.train.run  # noqa: F401
 
+    preparing = {"dpo": PreparePreferences, "sft": PrepareConversations}[name]
+    answer = "chosen" if name == "dpo" else "completion"
     rows = [
-        {"prompt": tiny.sentence(i, 4), "chosen": f"{tiny.sentence(i, 3)} {MARK} a", "rejected": f"b {MARK} {i}"}
+        {"prompt": tiny.sentence(i, 4), answer: f"{tiny.sentence(i, 3)} {MARK} a"}
+        | ({"rejected": f"b {MARK} {i}"} if name == "dpo" else {})
         for i in range(16)
     ]
     file = tmp_path / "rows.jsonl"
@@ -143,13 +149,13 @@ def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path) -> None:
     encoded = AutoTokenizer.from_pretrained(policy)(f" {MARK} ", add_special_tokens=False)["input_ids"]
     followed = Followed(encoded[2:-2])  # its ends may merge with what is around
     source = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=file, source=Source(path=str(file)))
-    prepared = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="f" * 64, path=tmp_path / "pairs")
+    stage = training.method(name, num_steps=1)
+    prepared = Input(name="rows", kind=preparing.produces, fingerprint="f" * 64, path=tmp_path / "prepared")
     start = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="e" * 64, path=policy)
-    stage = training.method("dpo", num_steps=1)
     with following(followed), training.one_thread():
         context = TrainContext(output_dir=prepared.path, work_dir=tmp_path, resources=Resources(cpus_per_worker=1))
-        PreparePreferences(held_out=0.3).run({"rows": source}, context)
-        training.fitted(stage, {"policy": start, "pairs": prepared}, tmp_path / "output")
+        preparing(held_out=0.3).run({"rows": source}, context)
+        training.fitted(stage, {"policy": start, stage.reads.slot: prepared}, tmp_path / "output")
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     walk, beside = page.split("## A row: ")[1].split("\n## ")[0].split("Beside the way")
     named = _FILE.findall(walk)
