@@ -502,12 +502,9 @@ def _methods(tree: Node) -> Iterator[tuple[str, type]]:
 
 def _filled(overrides: Sequence[str], tree: Node) -> list[str]:
     """The overrides for each stage that has their field, with a model that has a revision."""
-    words = [*overrides]
-    if any(word.startswith("sources.base.") for word in words) and "path" not in node_of(
-        node_of(tree.get("sources")).get("base")
-    ):
-        words.insert(0, "model=owner/name")
-    line = shlex.join(words)
+    base = node_of(node_of(tree.get("sources")).get("base"))
+    needs_base = "path" not in base and any(each.startswith("sources.base.") for each in overrides)
+    line = shlex.join([*(["model=owner/name"] if needs_base else []), *overrides])
     fields_ = re.findall(r"stages\.STAGE\.method\.(\w+)", line)
     if not fields_:
         return [line]

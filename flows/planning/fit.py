@@ -166,13 +166,12 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
     where, runs = f"stages.{planned.name}", list(_smaller(planned))
     found = [(cli_args, method, changed) for cli_args, changed in runs]
     if method.quantization is None and method.freeze is None:
-        words, lora = (
-            ([], method) if method.adapter else ([f"{where}.method.adapter={{type: lora}}"], _with_lora(method))
-        )
-        variants = [(words, lora)] if words else []
+        lora = method if method.adapter else _with_lora(method)
+        overrides = [] if method.adapter else [f"{where}.method.adapter={{type: lora}}"]
+        variants = [(overrides, lora)] if overrides else []
         if resources.gpus_per_worker:
             few_bits = f"{where}.method.quantization={{format: nf4}}"
-            variants.append(([*words, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
+            variants.append(([*overrides, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
         runs = [([], resources), *runs]
         found += [([*own, *cli_args], changed, run) for own, changed in variants for cli_args, run in runs]
     for cli_args, own, changed in found:

@@ -1,4 +1,4 @@
-"""The lock of a directory: one process writes, the others wait, on all hosts that share the store.
+"""Locks. That of a directory: one process writes, the others wait, on all hosts that share the store.
 
 The lock is the kernel's (``flock``) or an NFSv4 server's: it is released when its owner dies, and a suspended owner
 keeps it. The locked file, ``<directory>/lock``, names the owner for messages and for workers that outlive a driver.
@@ -128,6 +128,26 @@ def acquire_or(lock: Lock, finished: Callable[[], bool], waiting: Callable[[], N
             return True
         waiting()
         time.sleep(_POLL_SECONDS)
+    return False
+
+
+def take_for_work(path: Path, held: contextlib.ExitStack, seconds: float) -> bool:
+    """Takes the lock of a file, unless another process keeps it for so long; ``held`` releases it.
+
+    A process that this one forks off, such as that of a user's metric, does not inherit it, as it would ``flock``'s.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    held.callback(os.close, descriptor)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system locks nothing
+                return True
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
     return False
 
 

@@ -3,12 +3,9 @@
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
-import errno
-import fcntl
 import inspect
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.files import atomic_write
+from lineage.filesystem.lock import take_for_work
 from lineage.fingerprint import digest_json
 from tasks.data.kinds import IGNORED
 from tasks.model.positions import fix_length, reads_padding
@@ -88,7 +86,7 @@ class Loading:
 
 
 CACHE_FOLDER = "scores"  # in the store's cache
-_LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.1  # less than workers wait for each other
+_LOCK_SECONDS = 10.0  # less than workers wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +132,7 @@ class Cache:
         found: list[object] = [self._read(path) if self.batches.rank == 0 else None, False]
         if self.batches.rank == 0 and found[0] is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            is_free = _take(_lock_of(path), held)
+            is_free = take_for_work(_lock_of(path), held, _LOCK_SECONDS)
             found = [self._read(path), is_free]
         if self.batches.world_size > 1:
             import torch
@@ -168,26 +166,6 @@ class Cache:
 
 def _lock_of(path: Path) -> Path:
     return path.with_suffix(".lock")
-
-
-def _take(path: Path, held: ExitStack) -> bool:
-    """Takes a lock, unless another process keeps it for some seconds.
-
-    A process that a metric forks off does not inherit it, as it would one of ``flock``.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    held.callback(os.close, descriptor)
-    end = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < end:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system locks nothing
-                return True
-            time.sleep(_POLL_SECONDS)
-        else:
-            return True
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lineage.filesystem import lock
 from tasks.evaluate import scoring
 from tasks.evaluate.answers import greedy_answers
 from tasks.evaluate.scoring import Batches, Scored, in_batches, logps, rewards
@@ -188,6 +189,6 @@ def test_what_another_process_is_measuring_is_waited_for_and_computed_where_it_d
         other.kill()
         other.wait()
 
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     assert cache.found("w", "text", [], lambda: [2.0]) == ([1.0] if is_written else [2.0]) and waited
     assert path.read_text() == ("[1.0]" if is_written else "[2.0]")
