@@ -286,26 +286,7 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
-    from flows.planning.advice import set_fields
-    from flows.planning.checks import (
-        bf16_notes,
-        cluster_notes,
-        column_notes,
-        compile_notes,
-        guess_notes,
-        position_notes,
-        toy_notes,
-    )
-    from flows.planning.estimates import (
-        Estimator,
-        History,
-        disk_notes,
-        island_notes,
-        read_rows,
-        scoring_notes,
-        share_notes,
-        unseen_notes,
-    )
+    from flows.planning.estimates import Estimator, History, estimate_notes, with_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.progress.declared import adopt_view
@@ -316,21 +297,11 @@ def run_plan(options: argparse.Namespace) -> int:
     adopt_view(pipeline)
     plan = make_plan(pipeline)
     _require_place(pipeline.store, plan.stale)
-    to_run = {planned.name: planned.stage for planned in plan.stale}
-    clusters = cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster])
-    is_set = set_fields(pipeline)
-    meant = [name for name in to_run if is_set(name, "method.precision")]
-    faster = [*clusters, *bf16_notes(to_run, meant), *compile_notes(to_run)]
-    shares = share_notes(plan, plan.stale)
-    stale = [planned.name for planned in plan.stale]
-    plan, left_out = read_rows(plan)
-    rows = [*position_notes(pipeline, stale), *guess_notes(plan.pipeline, stale), *column_notes(plan.pipeline, stale)]
-    rows += left_out
-    plan = replace(plan, notes=[*plan.notes, *rows, *toy_notes(to_run), *shares, *faster, *pending(plan)])
+    plan = with_notes(plan)
+    plan = replace(plan, notes=[*plan.notes, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
-    beside = [*disk_notes(plan, found), *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
-    plan = replace(plan, notes=[*plan.notes, *beside])
+    plan = replace(plan, notes=[*plan.notes, *estimate_notes(plan, found)])
     require_fits(plan, found, estimator, options.suggest)
     shown = plan, found, estimator.scorings(plan.stale)
     print(json.dumps(plan_dict(*shown), indent=2) if options.json else coloured(plan_table(*shown), sys.stdout))

@@ -23,6 +23,16 @@ from flows.planning.adapter_choice import (
     planned_model,
     read_model,
 )
+from flows.planning.advice import set_fields
+from flows.planning.checks import (
+    bf16_notes,
+    cluster_notes,
+    column_notes,
+    compile_notes,
+    guess_notes,
+    position_notes,
+    toy_notes,
+)
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.staleness import hyperparameters
 from flows.reports.wording import counted, gib
@@ -715,6 +725,31 @@ def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | No
 
 
 _SMALL_BYTES = 100 * 10**6  # of files whose rows are all read when the plan is made
+
+
+def with_notes(plan: Plan) -> Plan:
+    """The plan of ``read_rows``, with notes on the rows, on what of the weights is trained, and on what is faster.
+
+    Raises:
+        ConfigError: as ``share_notes``.
+        DataError: as ``read_rows``.
+    """
+    pipeline, stages = plan.pipeline, {planned.name: planned.stage for planned in plan.stale}
+    is_set, shares = set_fields(pipeline), share_notes(plan, plan.stale)
+    plan, left_out = read_rows(plan)
+    notes = [
+        *position_notes(pipeline, stages), *guess_notes(pipeline, stages), *column_notes(pipeline, stages), *left_out,
+        *toy_notes(stages),
+        *shares,
+        *cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster]),
+        *bf16_notes(stages, [name for name in stages if is_set(name, "method.precision")]), *compile_notes(stages),
+    ]  # fmt: skip
+    return replace(plan, notes=[*plan.notes, *notes])
+
+
+def estimate_notes(plan: Plan, found: Mapping[str, Estimate]) -> list[str]:
+    """Notes on disks, islands, scores beside a training, and memory that is not checked."""
+    return [*disk_notes(plan, found), *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
 
 
 def read_rows(plan: Plan) -> tuple[Plan, list[str]]:

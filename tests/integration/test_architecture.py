@@ -127,7 +127,7 @@ def following(followed: Followed) -> Iterator[None]:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("name", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path, name: str) -> None:
     import trl.trainer.dpo_trainer
     import trl.trainer.sft_trainer  # noqa: F401  # before the row is followed: every call costs
