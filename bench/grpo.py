@@ -25,7 +25,6 @@ from bench.measure import Measured, measure
 
 PIPELINE = ("pipeline=sft-grpo", "~stages.evaluate", "~stages.gate")
 CPUS = 2
-_UNSET = ("OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")  # with the latter each process compiles thousands of modules
 
 
 def arguments() -> argparse.Namespace:
@@ -78,8 +77,8 @@ def plain(recipe: Mapping, policy: str, rows: str, output: str, *, checkpoints: 
 
 
 def run(command: Sequence[str], folder: Path) -> Measured:
-    """Runs a command to its end, with as many threads as it wants, and with the bytecode of its modules kept."""
-    environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
+    """Runs a command to its end, with as many threads as it wants."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return measure(command, folder / "log", folder, environment, every_seconds=0.5)
 
 

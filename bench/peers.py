@@ -297,9 +297,9 @@ def _read(path: Path) -> list[dict]:
 
 
 def _environment() -> dict[str, str]:
-    """As a user's shell has it, with no hub."""
-    threads = {"OMP_NUM_THREADS"}  # each side takes all cores
-    return {**{name: value for name, value in os.environ.items() if name not in threads}, "HF_HUB_OFFLINE": "1"}
+    """As a user's shell has it, with no hub; each side takes all cores."""
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {**own, "HF_HUB_OFFLINE": "1"}
 
 
 # Comparison

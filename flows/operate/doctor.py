@@ -20,6 +20,7 @@ from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -113,6 +114,7 @@ def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Find
     yield check_names(sys.path)
     yield from check_store(pipeline.store if pipeline else Path.cwd(), pipeline.stages if pipeline else ())
     yield from check_limits()
+    yield check_byte_code()
     yield check_gpus(stages_on_gpus(pipeline) if pipeline else ())
     yield from check_exposed(psutil.process_iter())
     yield from check_prefect(os.environ, pipeline)
@@ -265,6 +267,18 @@ def check_limits() -> Iterator[Finding]:
     ]  # fmt: skip
     for check, fits, found, remedy in limits:
         yield _judged(check, [] if fits else [found], found, remedy, "warn")
+
+
+def check_byte_code(packages: Sequence[str] = ("torch", "transformers", "prefect")) -> Finding:
+    """Checks that compiled modules are on disk or will be: else each process compiles thousands of them."""
+    found = {name: spec for name in packages if (spec := find_spec(name)) and spec.cached}
+    missing = [name for name, spec in found.items() if not Path(spec.cached or "").exists()]
+    faults = [f"Python writes no byte code here, and there is none of {', '.join(missing)}: each process compiles it"]
+    return _judged(
+        "byte code", faults if missing and sys.dont_write_bytecode else [], "modules are compiled once",
+        "unset PYTHONDONTWRITEBYTECODE, or run once: python -m compileall -q $(python -c 'import site; "
+        "print(*site.getsitepackages())')", "warn",
+    )  # fmt: skip
 
 
 def stages_on_gpus(pipeline: "Pipeline") -> list[str]:

@@ -3,6 +3,7 @@
 import http.server
 import io
 import os
+import py_compile
 import re
 import socket
 import subprocess
@@ -373,6 +374,19 @@ def test_small_limits_are_found(monkeypatch):
     found = faults(doctor.check_limits())
     assert [each[:2] for each in found] == [("tmp", "warn"), ("shared memory", "warn"), ("open files", "warn")]
     assert "0.5 GiB" in found[0][2] and "0.1 GiB" in found[1][2] and "1024 files" in found[2][2]
+
+
+def test_packages_that_each_process_would_compile_are_found(tmp_path, monkeypatch):
+    (tmp_path / "heavy.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = doctor.check_byte_code(["heavy", "no_such_package"])
+    assert (found.level, "none of heavy:" in found.found) == ("warn", True)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert doctor.check_byte_code(["heavy"]).level == "ok"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    py_compile.compile(str(tmp_path / "heavy.py"))
+    assert doctor.check_byte_code(["heavy"]).level == "ok"
 
 
 def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
