@@ -64,20 +64,32 @@ LONG = (
 )
 # Matrices of which `make test` tries these cases; the others are slow. FILE::TEST -> the ids of its quick cases.
 QUICK_CASES = {
+    "test_adapter_in::test_a_lost_adapter_stops_the_stage_however_little_it_changes": ("adapter0-merge",),
     "test_adapter_in::test_dpo_starts_at_its_reference_trains_one_adapter_and_saves_what_it_trained": (
         "continue-trl-None", "stack-pair_loss-None",
     ),
-    "test_adapter_in::test_a_lost_adapter_stops_the_stage_however_little_it_changes": ("adapter0-merge",),
     "test_adapter_types::test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained": (
-        "lora", "dora", "adalora", "vera", "oft", "ia3", "ln_tuning", "pissa", "lora_ga", "layers", "modules_to_save",
-        "tokens",
+        "lora", "dora", "adalora", "vera", "oft", "ia3", "pissa", "modules_to_save", "tokens",
     ),
     "test_adapter_types::test_biases_are_trained_and_the_reference_of_dpo_keeps_its_own": ("all",),
+    "test_adapter_types::test_dense_and_shared_layers_of_a_mixture_get_the_adapter_and_experts_only_where_all_do": (
+        "fields0-changed0-unchanged0", "fields3-changed3-unchanged3",
+    ),
     "test_adapter_types::test_rows_of_a_head_that_is_the_embedding_are_trained": ("gpt2-whole", "llama-in_chunks"),
     "test_adapter_types::test_the_noise_on_embeddings_is_in_the_policy_and_not_in_its_reference": (
         "adapter_off-dpo", "frozen_copy-kto",
     ),
+    "test_adapter_types::test_the_plan_counts_what_is_trained_of_every_architecture": (
+        "llama-sft-fields0", "llama-reward-fields1", "gpt2-sft-fields5", "mixtral-sft-fields7",
+        "qwen3_moe-sft-fields11",
+    ),
     "test_adapter_types::test_what_cannot_be_put_on_experts_is_refused_and_on_attention_it_trains": ("fields0",),
+    "test_adapter_types::test_what_peft_copies_from_a_base_in_bf16_is_saved_and_continued_as_it_was_trained": (
+        "modules_to_save", "tokens",
+    ),
+    "test_adapter_types::test_what_reads_every_layer_trains_the_language_model_of_one_that_reads_images": ("eva",),
+    "test_adaptive::test_stopped_anywhere_it_ends_with_the_same_weights": ("5",),
+    "test_adaptive::test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again": ("full",),
     "test_beginnings_and_ends::test_generation_of_the_output_stops_where_the_answers_end": (
         "sft-fields0", "dpo-fields1", "grpo-fields5", "ppo-fields4",
     ),
@@ -88,13 +100,29 @@ QUICK_CASES = {
         "policy-teacher", "policy-gemma2", "gemma3-teacher", "gpt2-teacher", "qwen3_moe-teacher",
     ),
     "test_distill::test_the_trajectory_is_that_of_trls_gkd_off_policy": ("0.3",),
+    "test_dpo_losses::test_losses_and_options_are_those_of_a_plain_trl_script": (
+        "all at once", "of differences, with every option", "reference_sync",
+    ),
+    "test_dpo_losses::test_optimal_transport_is_trls_where_a_step_is_one_micro_batch": ("aot_unpaired",),
+    "test_dpo_losses::test_the_micro_batch_changes_no_loss_of_ours": ("full",),
     "test_dpo_start::test_dpo_as_a_pair_loss_is_trls": ("policy-None", "policy-adapter1"),
     "test_export::test_transformers_reads_a_gguf_file_back_as_the_same_model": (
-        "llama-f16", "llama-q8_0", "gemma2-f16", "gemma3_text-f16", "qwen2-f16", "qwen3-q8_0",
+        "llama-q8_0", "gemma2-f16", "gemma3_text-f16", "qwen3-q8_0",
     ),
     "test_generating::test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_rows": ("{}",),
+    "test_generating::test_a_step_is_that_of_plain_trl_on_the_same_completions": (
+        "grpo", "reused", "dapo", "gspo", "cispo", "rloo",
+    ),
     "test_generating::test_a_step_with_equal_rewards_changes_no_weight": (
-        "grpo-fields0", "grpo-fields3", "rloo-fields4", "online_dpo-fields6",
+        "grpo-fields0", "rloo-fields4", "online_dpo-fields6",
+    ),
+    "test_generating::test_a_training_that_stops_between_the_steps_of_a_generation_resumes_to_the_bit": (
+        "{'num_iterations': 2, 'loss': 'gspo'}",
+    ),
+    "test_generating::test_every_architecture_trains_and_agrees_with_its_reference": ("gpt2",),
+    "test_generating::test_padded_rows_have_the_log_probabilities_of_each_row_alone": ("llama", "gemma2"),
+    "test_generating::test_rows_above_and_below_the_original_length_are_sampled_as_they_are_trained": (
+        "grpo-longrope",
     ),
     "test_generating::test_the_micro_batch_changes_no_metric": ("grpo-fields0",),
     "test_generating::test_the_reference_of_an_adapter_is_the_input_policy": ("grpo-stack",),
@@ -104,27 +132,52 @@ QUICK_CASES = {
     "test_generating::test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_its_activations": (
         "dropout",
     ),
-    "test_generating::test_rows_above_and_below_the_original_length_are_sampled_as_they_are_trained": (
-        "grpo-longrope",
-    ),
     "test_import::test_an_example_of_a_peer_becomes_a_pipeline_that_plans": (
-        "axolotl_qlora", "axolotl_dpo", "axolotl_completion", "trl_kto", "trl_grpo", "trl_sft", "factory_orpo",
-        "factory_qlora_sft", "factory_reward", "factory_pretrain", "oumi_lora", "oumi_full",
+        "axolotl_qlora", "axolotl_completion", "trl_kto", "trl_grpo", "factory_orpo", "factory_reward", "oumi_lora",
     ),
     "test_init::test_a_named_recipe_plans": ("qlora", "grpo-summaries"),
+    "test_init::test_with_an_adapter_the_values_are_those_of_the_adapter": ("words1",),
+    "test_kernels::test_the_base_under_an_adapter_is_held_in_bf16": ("dpo",),
+    "test_kernels::test_what_is_held_in_bf16_is_never_in_memory_in_fp32": ("full",),
     "test_kto::test_on_a_whole_batch_it_is_trls": ("kto-full", "apo_zero_unpaired-lora"),
     "test_merge::test_a_model_that_changes_after_it_was_loaded_changes_nothing": ("adapters", "None"),
-    "test_merge::test_adapters_of_unequal_ranks_add_up": ("False-svd", "True-cat"),
-    "test_merge::test_shares_of_one_and_zero_give_the_input_to_the_bit": ("llama", "gpt2", "mixtral", "gemma3"),
+    "test_merge::test_adapters_of_unequal_ranks_add_up": ("False-svd",),
+    "test_merge::test_an_adapter_is_merged_into_weights_that_load_alone": ("gpt2-kind0", "mixtral-kind1"),
+    "test_merge::test_shares_of_one_and_zero_give_the_input_to_the_bit": ("gpt2", "mixtral"),
     "test_mlflow_tracker::test_a_call_that_fails_is_made_good_by_the_next_sync": ("create_run", "set_terminated"),
+    "test_model_intake::test_new_tokens_are_trained_and_travel_with_the_output": ("sft", "reward"),
     "test_model_intake::test_the_side_that_a_tokenizer_pads_changes_no_loss": ("dpo", "grpo"),
+    "test_on_policy_distill::test_the_trajectory_is_that_of_a_plain_trl_script": ("0.3",),
     "test_one_policy::test_weights_that_stay_behind_stop_at_their_first_use": ("0.03-ppo", "1e-06-grpo"),
+    "test_optimizers::test_weights_in_bf16_train_as_in_fp32_and_resume_to_the_bit": ("dpo",),
+    "test_own_loop::test_stopped_and_resumed_it_ends_with_the_same_model_to_the_bit": (
+        "PlainLoop-fields0", "OptimizedLoop-fields3", "OptimizedLoop-fields4",
+    ),
+    "test_own_loop::test_with_the_optimizer_of_the_core_it_is_transformers_training": ("fields0", "fields2"),
+    "test_own_names::test_a_command_runs_ours_in_a_folder_with_modules_of_our_names": ("True",),
+    "test_peft_directory::test_a_merge_that_loses_an_adapter_too_small_for_golden_prompts_is_stopped": (
+        "lora-lost", "lora-added_twice", "dora-lost", "embedding-added_twice", "rows-lost", "norm-added_twice",
+        "experts-lost",
+    ),
     "test_peft_directory::test_a_stage_starts_from_the_merged_base": ("llama", "gpt2", "qwen3_moe", "gemma3"),
+    "test_peft_directory::test_an_adapter_on_one_end_of_a_tied_model_changes_that_end_alone": (
+        "head-gpt2", "embedding-llama", "both-gemma2", "both_as_one-gpt2", "head_in_full-llama",
+        "embedding_in_full-gemma2", "rows-gpt2",
+    ),
     "test_ppo::test_the_reference_of_an_adapter_is_the_policy_that_was_passed": ("stack",),
+    "test_prepare_data::test_a_slice_takes_the_rows_that_it_names": (
+        "train[:100]-indices0", "train[-30:]-indices3", "train[10%:20%]-indices2",
+    ),
     "test_quantization::test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_set": ("nf4-llama",),
+    "test_quantization::test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantized": (
+        "bitsandbytes nf4-llama",
+    ),
     "test_quantization::test_every_type_of_adapter_that_a_base_in_few_bits_takes_does_so": ("oft",),
     "test_quantization::test_the_dtype_of_storage_reaches_the_base_and_changes_no_number": ("bf16", "uint8"),
-    "test_reference_free::test_it_trains_as_trls_trainer": ("lora-orpo", "lora-cpo-ipo", "lora-simpo-sft"),
+    "test_reference_free::test_it_trains_as_trls_trainer": ("lora-orpo", "lora-cpo-ipo"),
+    "test_reference_logps::test_held_out_rows_are_measured_against_the_same_reference": ("full",),
+    "test_reference_logps::test_so_it_is_on_every_architecture": ("gpt2",),
+    "test_reference_logps::test_the_trajectory_is_that_of_the_live_reference": ("full", "lora", "losses of ours"),
     "test_resume::test_a_base_that_changes_during_its_training_loses_nothing": ("sft-True",),
     "test_resume::test_so_it_is_with_every_option_that_has_a_state": (
         "sft-fields0-resources0", "dpo-fields2-resources2", "dpo-fields3-resources3",
@@ -132,10 +185,21 @@ QUICK_CASES = {
     "test_resume::test_stopped_and_resumed_is_unbroken_to_the_bit": (
         "sft-full", "dpo-lora", "reward-full", "distill-full", "grpo-full", "ppo-lora",
     ),
+    "test_steps_commit::test_a_committed_session_is_replayed_to_the_bit": ("lora",),
     "test_teacher_answers::test_every_option_changes_the_answers": (
         "given0-changed0", "given2-changed2", "given6-changed6", "given7-changed7", "given9-changed9",
     ),
+    "test_token_batches::test_a_step_without_memory_is_repeated_with_fewer_tokens": ("sft",),
+    "test_tokens::test_packed_rows_have_the_loss_that_they_have_alone": ("llama",),
     "test_training::test_every_architecture_trains": ("sft-gpt2-fp32", "sft-qwen3_moe-bf16", "dpo-gpt2-bf16"),
+    "test_training_run::test_a_trainer_that_logs_its_loss_alone_is_counted_by_us": ("full",),
+    "test_training_run::test_an_adapters_dropout_stays_where_the_bases_is_switched_off": ("dpo",),
+    "test_validation::test_every_method_logs_and_reports_the_loss_and_trains_as_without": ("sft",),
+    "test_vision::test_an_adapter_trains_the_language_model_and_the_parts_that_are_named": ("images0", "images5"),
+    "test_vision::test_the_language_model_alone_is_trained_unless_other_parts_are_named": (
+        "images0-parts0", "images3-parts3",
+    ),
+    "test_vision::test_tokens_and_loss_are_those_of_plain_transformers": ("qwen2_vl", "mllama"),
 }  # fmt: skip
 _HANG_SECONDS = 2000
 _watched = [0.0]  # since when

@@ -9,6 +9,8 @@ import json
 import tempfile
 from pathlib import Path
 
+from tasks.context import Resources
+from tasks.judgement import canary
 from tasks.method import Adapter
 from tasks.train.losses.dpo_losses import ReferenceSync
 from tests import training
@@ -32,8 +34,8 @@ def versions() -> dict[str, str]:
 def losses(case: str, root: Path, output: Path) -> list[float]:
     """The losses of a case, trained now."""
     adapter = Adapter(rank=4, alpha=8) if case.endswith("-lora") else None
-    stage = training.method(CASES[case], num_steps=NUM_STEPS, adapter=adapter, **DPO_CASES.get(case, {}))
-    return training.train(stage, root, output).losses
+    stage = canary.method(CASES[case], num_steps=NUM_STEPS, adapter=adapter, **DPO_CASES.get(case, {}))
+    return training.train(stage, root, output, resources=Resources(micro_batch_size=4)).losses
 
 
 def main() -> None:

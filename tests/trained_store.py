@@ -41,6 +41,6 @@ class Made:
 
     def train(self, stage: Training, policy: Input, output: Path, **fields: object) -> None:
         ctx = TrainContext(
-            output_dir=output, work_dir=self.folder / "work", resources=Resources(micro_batch_size=4, save_minutes=None)
+            output_dir=output, work_dir=self.folder / "work", resources=Resources(micro_batch_size=8, save_minutes=None)
         )
         stage.run({**training.inputs(self.rows, stage), "policy": policy}, replace(ctx, **fields))

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, sma
     assert " MB more (posttrain gc shows what may be deleted)" in line
 
 
-SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
+SAVING = Resources(micro_batch_size=8, cpus_per_worker=1, save_steps=2, save_minutes=None)
 
 
 def test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint(

@@ -99,7 +99,7 @@ def built(stage: Training, root: Path, tmp_path: Path, policy: str, teacher: str
     given["teacher"] = training.Input(
         name="teacher", kind=given["policy"].kind, fingerprint="t" * 64, path=root / teacher
     )
-    ctx = TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path, resources=Resources(micro_batch_size=4))
+    ctx = TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path, resources=Resources(micro_batch_size=8))
     return stage.trainer(TrainingRun(stage, given, ctx))
 
 

@@ -69,8 +69,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Input]:
     }
 
 
-def evaluate(directory: Path, inputs: Mapping[str, Input], method: Evaluate = SMALL) -> dict[str, float]:
-    return named(method, inputs, method.run(inputs, TrainContext(output_dir=directory, work_dir=directory)))
+def evaluate(
+    directory: Path, inputs: Mapping[str, Input], method: Evaluate = SMALL, resources: Resources | None = None
+) -> dict[str, float]:
+    context = TrainContext(output_dir=directory, work_dir=directory, resources=resources or Resources())
+    return named(method, inputs, method.run(inputs, context))
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +441,7 @@ def test_the_kl_is_that_of_the_distributions_which_answers_are_sampled_from(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     method = replace(SMALL, max_new_tokens=1, kl_samples=200)
-    metrics = evaluate(tmp_path, inputs, method)
+    metrics = evaluate(tmp_path, inputs, method, Resources(micro_batch_size=100))
     scores = read_scores(tmp_path)["kl"]
     asked = dict(zip(scores.groups, scores.row_ids, strict=True))
     assert metrics["sft/kl"] == 0.0 and len(scores.row_ids) == 4 * 200 and len(asked) == 4

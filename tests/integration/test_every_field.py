@@ -80,7 +80,7 @@ CHANGES: dict[str, object] = {
     "whiten_rewards": "shift",
     "whiten_advantages": False,
     "center_advantages": True,
-    "num_ppo_epochs": 2,
+    "num_ppo_epochs": 3,
     "num_minibatches": 2,
     "num_iterations": 2,
     "scale_rewards": "none",

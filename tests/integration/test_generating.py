@@ -625,7 +625,7 @@ def test_only_a_model_with_a_trained_head_of_one_label_gives_rewards(
 ) -> None:
     judge = Input(name="judge", kind=Kind.REWARD_MODEL, fingerprint="j" * 64, path=without_head[name])
     ctx = TrainContext(
-        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8),
         report=lambda _step, _metrics: None,
     )  # fmt: skip
 
@@ -709,7 +709,7 @@ def test_the_reference_of_an_adapter_is_the_input_policy(
     stage = training.method(name, adapter=LORA, adapter_in=adapter_in, beta=0.1)
     reports: list[Metrics] = []
     ctx = TrainContext(
-        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8),
         report=lambda _step, metrics: reports.append(metrics),
     )  # fmt: skip
     stage.run({**training.inputs(root, stage), "policy": policy}, ctx)
@@ -782,7 +782,7 @@ def test_vllm_generates_what_is_scored_and_trained(
     stage = training.method(name, vllm=mode, sampling=Sampling(temperature=temperature), num_steps=2)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **given: given, raising=False)
     shared = {"vllm_gpu_memory_utilization": 0.5, "vllm_enforce_eager": True} if mode == "colocate" else {}
-    resources = Resources(micro_batch_size=4, **shared)  # type: ignore[arg-type]
+    resources = Resources(micro_batch_size=8, **shared)  # type: ignore[arg-type]
     run = training.train(stage, root, tmp_path / "output", resources=resources)
     [settings] = engine.built
     expected_engine = (0.5, {"enforce_eager": True}) if mode == "colocate" else (0.3, {})
@@ -892,7 +892,7 @@ def test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_it
     for name in ("once", "whole"):
         if name == "whole":
             monkeypatch.setattr("tasks.train.generation.rollouts.prompt_cache", lambda *_: None)
-        where = Resources(micro_batch_size=4, **resources)
+        where = Resources(micro_batch_size=8, **resources)
         runs.append(training.train(training.method("grpo", **fields), root, tmp_path / name, resources=where))
     assert runs[0].losses == runs[1].losses
 

@@ -69,7 +69,8 @@ def test_fp16_scales_its_loss_and_resumes_to_the_bit(
     assert [metrics["loss_scale"] for _, metrics in found.reports] == [1024.0] * 3
 
     monkeypatch.setattr(kernels, "FIRST_SCALE", 2.0**22)  # overflows: steps are skipped, and the scale falls
-    reports = stop_and_go_on(training.method("sft", num_steps=6, precision="fp16"), root, tmp_path)
+    two = replace(SAVING, micro_batch_size=4)
+    reports = stop_and_go_on(training.method("sft", num_steps=6, precision="fp16"), root, tmp_path, two)
     scales = [2.0**21, 2.0**20, 2.0**19, 2.0**19, 2.0**18, 2.0**18]  # it falls at each skipped step
     assert [metrics["loss_scale"] for _, metrics in reports] == scales
 
@@ -175,7 +176,7 @@ def test_every_architecture_recomputes_layers_attends_eagerly_and_has_a_base_in_
 def test_batches_that_other_processes_collate_are_the_same_to_the_bit(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = training.train(training.method("dpo"), root, tmp_path / "expected" / "output")
+    expected = training.train(training.method("dpo"), root, tmp_path / "expected" / "output", resources=RESOURCES)
     workers: list[tuple[int, int | None]] = []
 
     def iterate(self: DataLoader, plain: object = DataLoader.__iter__) -> object:
@@ -307,7 +308,7 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, dtypes = training.method("dpo", precision="bf16"), spied(monkeypatch)
-    expected = training.train(stage, root, tmp_path / "fp32" / "output")
+    expected = training.train(stage, root, tmp_path / "fp32" / "output", resources=RESOURCES)
     found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
     assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16, torch.float32}, set())]  # embeddings and norms
     assert found.losses == expected.losses  # autocast rounds the same matrices in each forward

@@ -117,7 +117,7 @@ def test_the_setting_changes_what_stops_and_not_what_is_trained(
     with pytest.raises(PipelineError, match=r"max_logp_difference=0\.02"):
         training.train(stage, root, tmp_path / "stopped")
     for number, most in enumerate((0.04, None)):
-        resources = Resources(micro_batch_size=4, max_logp_difference=most)
+        resources = Resources(micro_batch_size=8, max_logp_difference=most)
         run = training.train(stage, root, tmp_path / f"run{number}", resources=resources)
         assert run.losses == expected.losses
         assert run.metrics[MEAN] == pytest.approx(0.03, abs=1e-5)

@@ -92,7 +92,7 @@ def method(**fields: object) -> PlainLoop:
 def context(folder: Path, reports: dict[int, Metrics] | None = None, **fields: object) -> TrainContext:
     return TrainContext(
         output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
-        resources=Resources(micro_batch_size=4, save_steps=2, save_minutes=None),
+        resources=Resources(micro_batch_size=8, save_steps=2, save_minutes=None),
         report=lambda step, metrics: (reports if reports is not None else {}).update({step: dict(metrics)}),
         **fields,
     )  # type: ignore[arg-type]  # fmt: skip

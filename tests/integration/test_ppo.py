@@ -153,7 +153,7 @@ def test_the_reference_of_an_adapter_is_the_policy_that_was_passed(tmp_path: Pat
     stage = ppo(adapter=LORA, adapter_in=adapter_in, learning_rate=1e-2)
     reports: dict[int, Metrics] = {}
     ctx = TrainContext(
-        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8),
         report=lambda step, metrics: reports.update({step: metrics}),
     )  # fmt: skip
     stage.run({**training.inputs(root, stage), "policy": policy}, ctx)

@@ -76,7 +76,7 @@ def train(stage: Training, root: Path, folder: Path, policy: Path, **fields: obj
     losses: list[float] = []
     ctx = TrainContext(
         output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
-        resources=Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=1, save_minutes=None),
+        resources=Resources(micro_batch_size=8, cpus_per_worker=1, save_steps=1, save_minutes=None),
         report=lambda step, metrics: losses.append(metrics["loss"]),
     )  # fmt: skip
     stage.run(training.inputs(root, stage, policy=policy), replace(ctx, **fields))
@@ -321,7 +321,7 @@ def test_the_dtype_of_storage_reaches_the_base_and_changes_no_number(
 def test_packed_bits_that_fp32_stores_are_not_cast_with_the_frozen_weights(
     root: Path, tmp_path: Path, policies: dict[str, Path]
 ) -> None:
-    held = Resources(micro_batch_size=4, save_minutes=None, weights="bf16")
+    held = Resources(micro_batch_size=8, save_minutes=None, weights="bf16")
     for storage in ("fp32", "uint8"):
         setting = Quantization(format="nf4", storage_dtype=storage)  # type: ignore[arg-type]
         train(sft(quantization=setting, precision="bf16"), root, tmp_path / storage, policies["llama"], resources=held)

@@ -21,8 +21,8 @@ from tests.training import same, weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA = Adapter(rank=4, alpha=8)
-LIVE = Resources(micro_batch_size=4)
-BEFORE = Resources(micro_batch_size=4, precompute_reference=True)
+LIVE = Resources(micro_batch_size=8)
+BEFORE = Resources(micro_batch_size=8, precompute_reference=True)
 FAST = {"learning_rate": 1e-2}
 CLOSE = {"abs": 1e-5, "rel": 1e-5}
 METRICS = ("loss", "rewards/chosen", "rewards/margins", "logps/chosen")

@@ -29,7 +29,7 @@ from tests.training import same, weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA = Adapter(rank=4, alpha=8, dropout=0.1)
-SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)
+SAVING = Resources(micro_batch_size=8, cpus_per_worker=1, save_steps=2, save_minutes=None)
 
 
 def context(

@@ -118,7 +118,7 @@ def test_a_student_trains_on_them(root: Path, tmp_path: Path) -> None:
         "policy": Input(name="student", kind=Kind.CHECKPOINT, fingerprint="s" * 64, path=tmp_path / "student"),
         "rows": Input(name="answers", kind=Kind.CONVERSATIONS, fingerprint="a" * 64, path=tmp_path / "answers"),
     }
-    ctx = TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path, resources=Resources(micro_batch_size=4))
+    ctx = TrainContext(output_dir=tmp_path / "output", work_dir=tmp_path, resources=Resources(micro_batch_size=8))
     metrics = SFT(**training.FIELDS).run(inputs, ctx)  # type: ignore[arg-type]
     assert metrics["rows"] == len(rows) and metrics["steps"] == 3
 

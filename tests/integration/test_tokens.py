@@ -34,7 +34,7 @@ def test_a_stage_with_another_learning_rate_tokenizes_nothing(
         stage = training.method(name, learning_rate=learning_rate)
         ctx = TrainContext(
             output_dir=tmp_path / f"{name}-{learning_rate}", work_dir=tmp_path / "work", cache_dir=tmp_path / "cache",
-            resources=Resources(micro_batch_size=4), report=lambda step, metrics: losses.append(metrics["loss"]),
+            resources=Resources(micro_batch_size=8), report=lambda step, metrics: losses.append(metrics["loss"]),
         )  # fmt: skip
         stage.run(training.inputs(root, stage), ctx)
     assert len(made) == 2  # one for conversations, one for pairs: a reward model and DPO read the same

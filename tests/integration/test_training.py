@@ -57,21 +57,7 @@ def test_outputs_load_alone_and_repeat_to_the_bit(
 
 
 @pytest.mark.parametrize("name", training.NAMES)
-def test_a_method_names_every_metric_that_it_measures(root: Path, tmp_path: Path, name: str) -> None:
-    stage = training.method(name, num_steps=1, adapter=LORA)
-    run = training.train(stage, root, tmp_path / "output")
-    reported = {metric for _, metrics in run.reports for metric in metrics}
-    for found, known in (
-        (reported, stage.measured_metrics((), of_steps=True)),
-        (set(run.metrics), stage.measured_metrics(())),
-    ):
-        assert sorted(found - set(known or ())) == []
-    own = {metric for metric in type(stage).measures or () if "NAME" not in metric}
-    assert own - set(run.metrics) <= {"cispo_clip_ratio", "mean_token_accuracy", "kl", "nll_loss"}  # by option
-
-
-@pytest.mark.parametrize("name", training.NAMES)
-def test_rows_in_equal_rows_trained_and_rows_reported(
+def test_rows_in_equal_rows_trained_and_rows_reported_and_every_metric_is_named(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tasks.train import run as trainer_module
@@ -96,7 +82,8 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
         tiny.write_rows(tmp_path / kind, table)
     (tmp_path / "teacher").symlink_to(root / "teacher")
     drops = {"too_long": "drop"} if name in training.GENERATING else {}  # else a prompt keeps its end
-    stage = training.method(name, **({} if name == "cpt" else {"max_length": 60}), **drops)
+    length = {} if name == "cpt" else {"max_length": 60}
+    stage = training.method(name, num_steps=1, adapter=LORA, **length, **drops)
     with caplog.at_level("WARNING"):
         run = training.train(stage, tmp_path, tmp_path / "output", policy=root / "policy")
     assert run.metrics["rows"] == 10
@@ -104,6 +91,15 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     if name != "cpt":  # there, rows become chunks
         assert run.metrics["rows"] == kept[0] + run.metrics["rows_dropped"] == 10
         assert run.metrics["rows_dropped"] == 1
+
+    reported = {metric for _, metrics in run.reports for metric in metrics}
+    for found, known in (
+        (reported, stage.measured_metrics((), of_steps=True)),
+        (set(run.metrics), stage.measured_metrics(())),
+    ):
+        assert sorted(found - set(known or ())) == []
+    own = {metric for metric in type(stage).measures or () if "NAME" not in metric}
+    assert own - set(run.metrics) <= {"cispo_clip_ratio", "mean_token_accuracy", "kl", "nll_loss"}  # by option
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo"])

@@ -251,7 +251,7 @@ def test_a_precomputed_reference_is_that_of_the_step(root: Path, models: Any, tm
     runs = [
         training.train(
             stage, root, tmp_path / str(ahead), policy=models("qwen2_vl"),
-            resources=Resources(micro_batch_size=4, precompute_reference=ahead),
+            resources=Resources(micro_batch_size=8, precompute_reference=ahead),
         )
         for ahead in (False, True)
     ]  # fmt: skip
@@ -336,7 +336,7 @@ def test_the_language_model_alone_is_trained_unless_other_parts_are_named(
     root: Path, models: Any, tmp_path: Path, images: Images, parts: set[str]
 ) -> None:
     """Also where a micro batch has no images, and the language model is frozen."""
-    model, resources = models("gemma3"), Resources(micro_batch_size=1 if images.language else 4)
+    model, resources = models("gemma3"), Resources(micro_batch_size=1 if images.language else 8)
     stage = sft(images=images, learning_rate=1e-2)
     run = training.train(stage, root, tmp_path / "out", policy=model, resources=resources)
     assert changed(model, run.output) == parts

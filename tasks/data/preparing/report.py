@@ -8,10 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lineage.markup import html_page
 from lineage.store import DATA_REPORT, OUTSIDE
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 REPORT, REJECTS = DATA_REPORT, "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
@@ -344,12 +349,16 @@ def write_reports(report: DataReport, directory: Path) -> None:
 
 def render(report: DataReport, shown: Iterable[Section]) -> str:
     """The page, in pure ASCII; what rows bring is escaped."""
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    return html_page(
+        title="data report", style=f"\n{style}", policy="default-src 'none'; style-src 'unsafe-inline'",
+        body=_body().render(sections=shown, lengths=report.lengths),
+    )  # fmt: skip
+
+
+@cache
+def _body() -> "Template":
     from jinja2 import Environment
 
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    body = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page)
-    return html_page(
-        title="data report", style=f"\n{style}", policy="default-src 'none'; style-src 'unsafe-inline'",
-        body=body.render(sections=shown, lengths=report.lengths),
-    )  # fmt: skip
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page)
