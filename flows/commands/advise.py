@@ -396,7 +396,7 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int |
     read, exact = {slot: data.inputs[slot].source for slot in method.row_slots(data.inputs)}, None
     if method.produces != Kind.TEXT:
         with suppress(DataError):  # `plan` names these rows
-            _, exact = refused_rows(method, read, replays=REPLAY in data.inputs)
+            _, exact, _ = refused_rows(method, read, replays=REPLAY in data.inputs)
     count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())
     held_out = method.held_out if method.held_out >= 1 else method.held_out * count
     rest = max(1, round(count - held_out))

@@ -90,8 +90,9 @@ def run_data(options: argparse.Namespace) -> int:
             for path, guess in guesses.items():
                 name = JOB_SOURCES[found.kind]
                 _say(
-                    f"note: {path} is read with {shlex.join(guess.overrides)}, a guess by the names of its columns, as "
-                    f"a pipeline guesses too; to read others, change these, or there {guess.settings(name, name)}"
+                    f"note: the columns of {path} are a guess by their names, as in a pipeline: "
+                    f"{shlex.join(guess.overrides)} says the same, or names others; in a pipeline "
+                    f"{guess.settings(name, name)}"
                 )
         if options.out:
             keep(found, options.out)
@@ -331,7 +332,7 @@ def _is_text(hint: object) -> bool:
 
 
 def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+    print(on_screen(printable(line)), file=sys.stderr, flush=True)
 
 
 def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> None:

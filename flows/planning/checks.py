@@ -1,7 +1,6 @@
 """Checks of data, evaluations, gates and required packages, and notes on batches and precision."""
 
 import os
-import shlex
 import shutil
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -125,8 +124,8 @@ def guess_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
                 guess = None if is_tree(rows, source.columns) else _detected(rows, source, method).guess
                 if guess:
                     found.append(
-                        f"{name}: {source.path} is read with {shlex.join(guess.overrides)}, a guess by the names of "
-                        f"its columns; to read others, change {guess.settings(ref.removeprefix(SOURCE), name)}"
+                        f"{name}: the columns of {source.path} are a guess by their names: "
+                        f"{guess.settings(ref.removeprefix(SOURCE), name)} says the same, or names others"
                     )
     return found
 

@@ -89,6 +89,7 @@ _ADAPTER = 1.25  # more time than the arithmetic of a frozen base: the adapter's
 _DEQUANTIZED_SECONDS = 6e-11  # of a weight in few bits in a pass, forward and backward
 _TOKEN_SECONDS = 2.5e-4  # of a token that is generated, and a layer: reading weights, keys and values
 _SCORED_LENGTH = 1024  # tokens of a row that is scored, where no training of the plan has a max_length
+_TOKEN_BYTES, _TEMPLATE_TOKENS = 3.0, 32  # of text in a token, and what a template adds: before rows are tokenized
 _LAYER_SECONDS = 0.002  # constant time of a pass through a layer: starting some hundred operations
 
 
@@ -156,6 +157,7 @@ class Estimate:
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
         unseen: nothing says how large its GPU is, so the memory is the least, of one row at once.
         at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
+        by_bytes: but their bytes are known, by which their tokens are guessed.
         traffic: bytes that a worker sends to others in a step.
         scoring: bytes of the process that scores its checkpoints; shared: those of them that a worker has less, because
             they are of the same memory.
@@ -176,6 +178,7 @@ class Estimate:
     error: tuple[float, float] | None = None
     unseen: bool = False
     at_most: bool = False
+    by_bytes: bool = False
     traffic: int = 0
     scoring: int = 0
     shared: int = 0
@@ -187,6 +190,8 @@ class Estimate:
         """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
         most = "of other rows: time as of theirs, memory at most," if self.runs else "at most:"
         longest = f", {most} all rows as long as max_length={self.features.max_length}" if self.at_most else ""
+        if self.by_bytes:
+            longest = f", roughly: rows of some {self.features.row_tokens:.0f} tokens by their bytes"
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
@@ -378,6 +383,7 @@ class Estimator:
         self._plan, self._history = plan, history
         self._stages = {planned.name: planned for planned in plan.stages}
         self._models: dict[str, Model | None] = {}
+        self._awaited: list[Model] = []
         self._peaks: dict[str, float | None] = {}
 
     def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
@@ -393,7 +399,9 @@ class Estimator:
         if not isinstance(method, Training) or known is None:
             return None
         with contextlib.suppress(ConfigError):  # reported by the plan and the stage
-            return self._estimate(planned, method, resources, *known, num_steps)
+            found = self._estimate(planned, method, resources, *known, num_steps)
+            # Of a model whose weights are not on this machine, memory that does not fit is a warning.
+            return replace(found, least=0) if any(known is each for each in self._awaited) else found
         return None
 
     def _estimate(
@@ -403,6 +411,11 @@ class Estimator:
         num_steps = steps or 1  # memory is that of one step
         key = _key(planned, found)
         tokens, longest, is_known = self._history.lengths(method, key)
+        row_bytes = planned.hyperparameters.row_bytes if planned.hyperparameters else None
+        by_bytes = not is_known and row_bytes is not None and not self._history.near(key)
+        if by_bytes and row_bytes:
+            tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + _TEMPLATE_TOKENS)
+            longest = min(longest, row_bytes[1] + _TEMPLATE_TOKENS)  # a byte is at most a token
         held = 0 if planned.runs_elsewhere else capacity(resources)
         unseen = bool(resources.gpus_per_worker) and not held and resources.micro_batch_size == "auto"
         if unseen:
@@ -436,7 +449,8 @@ class Estimator:
         most = self._history.memory(features) or _process(features) + terms.total
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
-            runs=len(near), features=features, unseen=unseen, at_most=not is_known, error=_error(near),
+            runs=len(near), features=features, unseen=unseen, at_most=not is_known, by_bytes=by_bytes,
+            error=_error(near),
             gpu_hours=gpu_hours,
             traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
@@ -493,7 +507,9 @@ class Estimator:
         input_ = planned.inputs.get(slot)
         source = input_.source if input_ and input_.pinned and not input_.entry else None
         found = read_model(model_of(self._plan, planned, slot))
-        return found or (awaited_model(source, self._plan.pipeline.store / CACHE) if source else None)
+        awaited = awaited_model(source, self._plan.pipeline.store / CACHE) if source and not found else None
+        self._awaited += [awaited] if awaited else []
+        return found or awaited
 
     def scorings(self, stages: Sequence[PlannedStage]) -> dict[str, Scoring]:
         """Name -> estimate of each evaluation one of whose models is known."""
@@ -761,21 +777,22 @@ def read_rows(plan: Plan) -> tuple[Plan, list[str]]:
     Raises:
         DataError: what the stages would refuse, all of it.
     """
-    notes, refusals, counts = list[str](), list[str](), dict[str, int]()
+    notes, refusals = list[str](), list[str]()
+    counts = dict[str, tuple[int, tuple[float, int] | None]]()
     for planned in plan.stale:
         method = planned.stage.method
         if not isinstance(method, Prepare):
             continue
         read = {slot: planned.inputs[slot].source for slot in method.row_slots(planned.stage.inputs)}
         try:
-            left_out, num_rows = refused_rows(method, read, replays=REPLAY in planned.stage.inputs)
+            left_out, num_rows, row_bytes = refused_rows(method, read, replays=REPLAY in planned.stage.inputs)
         except DataError as error:
             source = planned.stage.inputs[next(iter(read))].removeprefix(SOURCE)
             text = str(error).replace("sources.NAME", f"sources.{source}")
             refusals.append(f"{planned.name}: {text.replace('stages.STAGE', f'stages.{planned.name}')}")
             continue
         if num_rows:
-            counts[planned.name] = num_rows
+            counts[planned.name] = num_rows, row_bytes
         if left_out:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
             paths = ", ".join(each.path for each in read.values() if each)
@@ -785,22 +802,26 @@ def read_rows(plan: Plan) -> tuple[Plan, list[str]]:
     return replace(plan, stages=[_counted(planned, counts) for planned in plan.stages]), notes
 
 
-def _counted(planned: PlannedStage, counts: Mapping[str, int]) -> PlannedStage:
+def _counted(
+    planned: PlannedStage, counts: Mapping[str, tuple[int, tuple[float, int] | None]]
+) -> PlannedStage:  # fmt: skip
     """A training with the number of rows of its data stage, where that is not finished."""
     method = planned.stage.method
     if planned.state == "reuse" or not isinstance(method, Training) or not planned.hyperparameters:
         return planned
     rows = planned.inputs.get(rows_slot(method))
-    num_rows = counts.get(rows.name) if rows else None
+    num_rows, row_bytes = counts.get(rows.name, (None, None)) if rows else (None, None)
     if num_rows is None or planned.hyperparameters.num_examples is not None:
         return planned
-    return replace(planned, hyperparameters=hyperparameters(method, None, None, num_rows))
+    return replace(planned, hyperparameters=replace(hyperparameters(method, None, None, num_rows), row_bytes=row_bytes))
 
 
 def refused_rows(
     method: Prepare, read: Mapping[str, Source | None], *, replays: bool = False
-) -> tuple[Mapping[str, int], int | None]:
-    """How many rows a data stage would leave out, by reason, and keep for training; None where that is not known.
+) -> tuple[Mapping[str, int], int | None, tuple[float, int] | None]:
+    """How many rows a data stage would leave out, by reason, and keep for training; the bytes of a row: mean and most.
+
+    None where that is not known.
 
     Args:
         replays: whether rows of earlier models join them, so that their number is not known.
@@ -810,7 +831,7 @@ def refused_rows(
     """
     sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
     if not sources or len(sources) < len(read):
-        return {}, None
+        return {}, None, None
     gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
     from tasks.data.preparing.prepare import check_rows
 

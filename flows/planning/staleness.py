@@ -59,6 +59,7 @@ class Hyperparameters:
         warmup: in steps; below 1: a fraction of all steps.
         num_rows: prepared rows; None: unknown yet.
         lost: what of the rows is dropped or cut; empty: nothing, or unknown before the rows are tokenized.
+        row_bytes: bytes of a row, the mean and the most; None: unknown.
     """
 
     learning_rate: float
@@ -72,6 +73,7 @@ class Hyperparameters:
     warmup: float
     num_rows: int | None = None
     lost: str = ""
+    row_bytes: tuple[float, int] | None = None
 
     def to_dict(self) -> dict[str, object]:
         """What ``plan --json`` adds to the stage's row."""
@@ -102,10 +104,12 @@ class Hyperparameters:
         elif self.num_steps is None:
             length = f"{epochs} ({self.length_reason}), steps once tokenized"
         else:
-            length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size} rows"
+            steps = f"{self.num_steps} step{'s' * (self.num_steps != 1)} of {self.global_batch_size} rows"
+            length = f"{epochs} ({self.length_reason}), {about}{steps}"
         cut = ""
         if self.num_steps == 1 and self.warmup:
-            cut = "; its only step is of the warm-up, at the learning rate 0: it learns nothing (schedule.warmup=0)"
+            cut = "; its only step is of the warm-up, at the learning rate 0: it learns nothing "
+            cut += "(schedule.warmup=0; posttrain init writes a recipe for few rows)"
         elif self.num_steps is not None and self.warmup >= self.num_steps:
             cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below"
         lost = f"; {self.lost}" if self.lost else ""

@@ -46,12 +46,13 @@ def test_columns_with_other_names_are_guessed_and_named_as_init_does(tmp_path):
     rows = [{"question": f"What is {place}?", "answer": f"It is {place}."} for place in range(60)]
     write(tmp_path, qa=rows, squad=[{"context": "c", **row} for row in rows])
     done = Command(tmp_path)("plan", "pipeline=sft", "data=qa.jsonl")
-    assert "instructions: qa.jsonl is read with columns.prompt=question columns.completion=answer, a gu" in done.stdout
+    assert "instructions: the columns of qa.jsonl are a guess by their names: '" in done.stdout
     pasted = "sources.instructions.columns={prompt: question, completion: answer}"
     assert f"'{pasted}'" in done.stdout, done.stdout
+    assert re.search("^sft .* by formula, roughly: rows of some 39 tokens by their bytes$", done.stdout, re.M)
     assert "a guess" not in Command(tmp_path)("plan", "pipeline=sft", "data=qa.jsonl", pasted).stdout
     done = Command(tmp_path)("plan", "pipeline=sft", "data=squad.jsonl")
-    assert "'prompt_template={context} {question}'" in done.stdout, done.stdout
+    assert "method.prompt_template='{context} {question}'" in done.stdout, done.stdout
 
 
 def test_a_split_without_rows_is_found_by_the_plan(tmp_path):

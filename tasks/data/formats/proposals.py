@@ -1,7 +1,6 @@
 """Prompts from templates; guesses how rows that no format fits are read, by the names of their columns."""
 
 import re
-import shlex
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +59,9 @@ class Guess:
     def settings(self, source: str, stage: str) -> str:
         """The overrides of a pipeline, to paste."""
         renames = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in self.columns.items())
-        words = [f"sources.{source}.columns={{{renames}}}"] if renames else []
-        words += [f"stages.{stage}.method.prompt_template='{self.template}'"] if self.template else []
-        return shlex.join(words)
+        words = [f"'sources.{source}.columns={{{renames}}}'"] if renames else []
+        words += [f"\"stages.{stage}.method.prompt_template='{self.template}'\""] if self.template else []
+        return " ".join(words)
 
 
 def guess(rows: Sequence[Fields], kind: Kind | None, *, with_context: bool = True) -> Guess | None:

@@ -103,14 +103,15 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
 
 def check_rows(
     options: Prepare, sources: Mapping[str, Source], workers: int, *, replays: bool = False
-) -> tuple[Mapping[str, int], int | None]:
+) -> tuple[Mapping[str, int], int | None, tuple[float, int]]:
     """Reads, converts and splits all rows as the stage would, and keeps nothing.
 
     Args:
         replays: whether earlier rows are replayed, which decide with these in which split a row is.
 
     Returns:
-        How many rows would be left out, by reason; and the number of training rows, None with earlier rows.
+        How many rows would be left out, by reason; the number of training rows, None with earlier rows; and the bytes
+        of a row, the mean and the most.
 
     Raises:
         DataError: no format fits the rows, too many are bad, or a split would be empty.
@@ -133,7 +134,9 @@ def check_rows(
             counts = {"rows": held_out + train - decided.repeated, "held_out_rows": held_out, "train_rows": train}
             if refusal := _empty_side(counts, options, decided):
                 raise refusal
-    return left_out, train
+        lengths = pq.read_table(staging.keys, columns=["bytes"]).column("bytes")
+        mean, most = pc.mean(lengths).as_py() or 0.0, pc.max(lengths).as_py() or 0
+    return left_out, train, (mean, most)
 
 
 def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -> DataError | None:

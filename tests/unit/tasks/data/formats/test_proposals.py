@@ -31,12 +31,13 @@ def test_rows_are_read_as_the_overrides_of_the_note_read_them(call, names, forma
     rows = "".join(json.dumps({name: f"{name} {n}" for name in names.split()}) + "\n" for n in range(200))
     code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
     assert code == 0 and json.loads(out)["sources"]["rows"]["format"] == format, err
-    words, _, pipeline = err.partition("a.jsonl is read with ")[2].partition(", a guess by the names of its columns, ")
+    note = err.partition("a guess by their names, as in a pipeline: ")[2]
+    words, _, pipeline = note.partition(" says the same, or names others; in a pipeline ")
     code, pasted, err = call("a.jsonl", *shlex.split(words), "--json")
     assert code == 0 and "guess" not in err, err
     alike = ({**json.loads(each), "sources": None} for each in (out, pasted))
     assert next(alike) == next(alike)
-    overrides = shlex.split(pipeline.rpartition("or there ")[2])
+    overrides = shlex.split(pipeline)
     job, own = ("dpo", "preferences") if format == "preference" else ("sft", "instructions")
     assert load_pipeline([f"pipeline={job}", "model=owner/name", f"data.{own}=a.jsonl", *overrides])
 
@@ -54,7 +55,7 @@ def test_numbers_are_answers_and_read_as_they_are_written(call):
     )
     code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
     assert code == 0 and json.loads(out)["sources"]["rows"]["rows_used"] == 200, err
-    assert "columns.prompt=question columns.completion=answer, a guess" in err, err
+    assert "columns.prompt=question columns.completion=answer says the same" in err, err
     read = detect([{"question": "q", "answer": 0}], "a")
     assert read.convert({"question": "q", "answer": 0.25})["messages"][-1]["content"] == "0.25"
 
@@ -230,7 +231,7 @@ def test_conversations_that_begin_alike_are_a_pair(call):
     row = {"chosen_messages": [asked, pair["good"]], "rejected_messages": [asked, pair["bad"]]}
     rows = "".join(json.dumps(row).replace('"q"', f'"q {n}"') + "\n" for n in range(200))
     code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
-    assert "columns.chosen=chosen_messages columns.rejected=rejected_messages, a guess" in err, err
+    assert "columns.chosen=chosen_messages columns.rejected=rejected_messages says the same" in err, err
     assert (code, json.loads(out)["sources"]["rows"]["rows_used"]) == (0, 200), err
 
 
