@@ -91,13 +91,13 @@ from tasks.train.losses.reference_logps import with_reference
 from tasks.train.losses.rewards import install_scores, unset_pad
 from tasks.train.models import load as models
 from tasks.train.models.adapted import (
-    RankBudget,
     adapter_weights_of,
     add_noise,
     add_reference,
     complete_head,
     continued,
     finish_adapter,
+    follow_ranks,
     new_adapter,
     peft_config,
     save_only_the_trained,
@@ -577,8 +577,7 @@ class TrainingRun:
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         self._prepare(trainer, reference, frozen, is_line)
-        if self.method.adapter and self.method.adapter.type == "adalora":
-            trainer.add_callback(RankBudget(trainer.model))
+        follow_ranks(trainer, self.method.adapter)
         if self.method.has_reference:
             self._watch_reference(trainer, reference, proves="proof" not in own)
         self._count(trainer.model)

@@ -29,10 +29,9 @@ from transformers.pytorch_utils import Conv1D
 from lineage.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args

@@ -56,12 +56,9 @@ if TYPE_CHECKING:
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import TrainContext
     from tasks.recipe import Input, Inputs, TrainingRecipe
 
     Logs = dict[str, float]
-    from datasets import Dataset
-    from transformers import Trainer
 
 
 logger = logging.getLogger(__name__)

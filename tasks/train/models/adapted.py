@@ -43,10 +43,8 @@ from tasks.train.models.adapters import (
 from tasks.train.models.quantized_base import are_experts, detect_quantized_layers, is_quantized, step_in_fp32
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from peft import PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
@@ -567,3 +565,9 @@ class RankBudget(TrainerCallback):
         config.rank_pattern = self.pattern
         self.model.base_model.update_and_allocate(state.global_step + 1)
         self.pattern, config.rank_pattern = config.rank_pattern, None
+
+
+def follow_ranks(trainer: "Trainer", adapter: Adapter | None) -> None:
+    """Lets the ranks of AdaLoRA follow the steps; other adapters keep theirs."""
+    if adapter and adapter.type == "adalora":
+        trainer.add_callback(RankBudget(trainer.model))
