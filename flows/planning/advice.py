@@ -15,7 +15,6 @@ from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
 from lineage.errors import ConfigError
 from tasks.judgement.advice import RATIO, TRAIN_SHARE, VALIDATION_BATCH, WARMUP, Finding, findings_of
-from tasks.method import Method
 
 COMMAND_LINE = "command line"
 # Field of the ranges -> the ends of keys that set it, unless that is the end of its own name.
@@ -138,9 +137,6 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 def is_from_scratch(pipeline: Pipeline, name: str) -> bool:
     """Whether a stage reads models, all of which start from random weights."""
     stage = pipeline.stages[name]
-    models = [stage.inputs[slot] for slot in stage.inputs if _kind(stage.method, slot) in MODELS]
+    consumes = stage.method.consumes
+    models = [ref for slot, ref in stage.inputs.items() if consumes.get(slot, consumes.get("*")) in MODELS]
     return bool(models) and not any(pipeline.is_source(root_of(pipeline, each)) for each in models)
-
-
-def _kind(method: Method, slot: str) -> object:
-    return method.consumes.get(slot, method.consumes.get("*"))

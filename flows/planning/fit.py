@@ -166,7 +166,7 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
     where, runs = f"stages.{planned.name}", list(_smaller(planned))
     found = [(cli_args, method, changed) for cli_args, changed in runs]
     if method.quantization is None and method.freeze is None:
-        lora = method if method.adapter else _with_lora(method)
+        lora = method if method.adapter else replace(method, adapter=Adapter(type="lora"))
         overrides = [] if method.adapter else [f"{where}.method.adapter={{type: lora}}"]
         variants = [(overrides, lora)] if overrides else []
         if resources.gpus_per_worker:
@@ -180,10 +180,6 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
         except ConfigError:
             continue
         yield cli_args, replace(planned, stage=replace(planned.stage, method=own, resources=changed))
-
-
-def _with_lora(method: Training) -> Training:
-    return replace(method, adapter=Adapter(type="lora"))
 
 
 def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:

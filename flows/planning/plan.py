@@ -48,7 +48,7 @@ from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import PipelineError
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
-from lineage.record.metrics_file import SCORES_FILE
+from lineage.record.metrics_file import CHECKPOINT_SCORES_FILE
 from lineage.source.sources import pin
 from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
@@ -295,7 +295,7 @@ def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
         if planned.state != "reuse" or not setting:
             continue
         found = failure_lines(failed_scores(entry))
-        if not (entry / SCORES_FILE).exists():
+        if not (entry / CHECKPOINT_SCORES_FILE).exists():
             found = ["so its evaluation scores nothing"]
         again = "" if setting.decides else f"set stages.{planned.name}.method.evaluation.pick=best, "
         if found:

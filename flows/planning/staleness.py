@@ -130,7 +130,7 @@ def hyperparameters(
         counted: the file of ``examples_file``; None: its rows are not counted.
         num_rows: that an unfinished data stage will have; None: as the manifest says.
     """
-    num_rows = num_rows or _train_rows(rows)
+    num_rows = num_rows or (int(rows.metrics.get("train_rows", 0)) or None if rows else None)
     exact, lost = _read(counted) if counted else (None, "")
     examples = exact or _prepared(method, num_rows)
     num_steps = method.num_steps
@@ -169,10 +169,6 @@ def _prepared(method: TrainingRecipe, num_rows: int | None) -> int | None:
     if tokenization is None or tokenization.kind == Kind.TEXT or tokenization.packing:
         return None
     return num_rows
-
-
-def _train_rows(rows: Manifest | None) -> int | None:
-    return int(rows.metrics.get("train_rows", 0)) or None if rows else None
 
 
 def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer: str) -> Path:

@@ -119,7 +119,7 @@ def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
 
 def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
     """The same, followed by further lines until the stage ends: it is committed, or no run produces it any more."""
-    log = entry.logs / "stage.log"
+    log = entry.log
     while not log.exists() and _is_made(entry):
         time.sleep(_POLL_SECONDS)
     with _open(entry) as file:
@@ -137,7 +137,7 @@ def _is_made(entry: Entry) -> bool:
 
 
 def _open(entry: Entry) -> IO[str]:
-    log = entry.logs / "stage.log"
+    log = entry.log
     try:
         return log.open(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -23,6 +23,7 @@ from lineage.record.metrics_file import ReportFile, StageReport
 from lineage.record.run_file import RunNames
 from lineage.record.tracker import FINAL, Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 from lineage.secrets import first_line
+from lineage.store import Entry
 
 Status = Literal["finished", "failed", "killed"]
 _POLL_SECONDS = 1.0
@@ -165,7 +166,7 @@ class _Stage:
 
     def __init__(self, title: str, run: StageRun, start: StageStart, note: Path, last: int) -> None:
         self.title, self.run, self.note, self.last = title, run, note, last
-        self.reports = ReportFile(start.directory / "metrics.jsonl")
+        self.reports = ReportFile(Entry(start.directory).metrics)
         self.writer: Writer | None = None
         self.ended: tuple[Status, str, Mapping[str, float]] | None = None
 

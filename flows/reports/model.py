@@ -38,7 +38,13 @@ from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
 from lineage.markup import html_page
 from lineage.record.attempts import attempts
-from lineage.record.metrics_file import BENCHMARKS_FILE, RECIPE_FILE, is_of_machine, read_reports
+from lineage.record.metrics_file import (
+    BENCHMARKS_FILE,
+    CHECKPOINT_SCORES_FILE,
+    RECIPE_FILE,
+    is_of_machine,
+    read_reports,
+)
 from lineage.record.run_file import RunFile
 from lineage.record.verdict import interval_text, read_verdict
 from lineage.source.model_files import read_json
@@ -496,7 +502,7 @@ def _curves(node: Node) -> Curves | None:
             if math.isfinite(value):
                 series.setdefault(name, []).append((report.step, tokens, round(minutes, 4), value))
     places = {step: (tokens, minutes) for points in series.values() for step, tokens, minutes, _ in points}
-    lines: list[Facts] = read_jsonl(node.entry.path / "evaluation.jsonl", dict)  # of checkpoints, beside a training
+    lines: list[Facts] = read_jsonl(node.entry.path / CHECKPOINT_SCORES_FILE, dict)
     for line in sorted(lines, key=lambda each: cast("int", each["step"])):
         step = cast("int", line["step"])
         for name, value in cast("Mapping[str, float]", line.get("scores") or {}).items():

@@ -141,7 +141,7 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
         waits = "" if ended else waits_for(title, run)
         return StageView(title=title, record=record, waits_for=waits, progress=None, dashboard=None)
     directory = Path(record.directory)
-    progress = Progress(path=directory / "metrics.jsonl", total=record.total, started=record.since)
+    progress = Progress(path=Entry(directory).metrics, total=record.total, started=record.since)
     progress.refresh()
     made = attempts(directory)
     later = next((each for each in made if ended and each.time > ended), None)

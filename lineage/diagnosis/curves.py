@@ -188,7 +188,7 @@ def read_curves(directory: Path, *, failure: str = "") -> Curves:
     noted = RunFile.read(directory)
     known = manifest or (noted.start if noted else None)
     resources = manifest.provenance.resources if manifest else {}
-    log = _read_log(entry.logs / "stage.log")
+    log = _read_log(entry.log)
     report = manifest.metrics if manifest else {name: float(value) for name, value in _LOGGED.findall(log)}
     micro, gpus = resources.get("micro_batch_size"), resources.get("gpus_per_worker")
     return Curves(

@@ -24,7 +24,7 @@ from lineage.diagnosis.finding import (
     stopped,
     stronger_kl,
 )
-from lineage.store import MANIFEST
+from lineage.store import MANIFEST, Entry
 
 MIN_STEPS = 50  # shortest curve that is judged flat or slow
 _SHORTEST = 20  # of a curve of rewards
@@ -644,7 +644,7 @@ def diagnose(curves: Curves) -> list[Finding]:
 def live_findings(directory: Path) -> tuple[Finding, ...]:
     """Findings of a running stage, recomputed when its reports have grown by about a tenth."""
     try:
-        size = (directory / "metrics.jsonl").stat().st_size
+        size = Entry(directory).metrics.stat().st_size
     except OSError:
         return ()
     return _findings(directory, int(8 * math.log2(size + 1)), (directory / MANIFEST).exists())

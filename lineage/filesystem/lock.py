@@ -1,7 +1,8 @@
-"""Locks. That of a directory: one process writes, the others wait, on all hosts that share the store.
+"""Locks across the hosts that share a store; within a machine or a folder, ``filelock`` locks.
 
-The lock is the kernel's (``flock``) or an NFSv4 server's: it is released when its owner dies, and a suspended owner
-keeps it. The locked file, ``<directory>/lock``, names the owner for messages and for workers that outlive a driver.
+``Lock`` is that of a directory: one process writes, the others wait. It is the kernel's (``flock``) or an NFSv4
+server's: it is released when its owner dies, and a suspended owner keeps it. The locked file, ``<directory>/lock``,
+names the owner for messages and for workers that outlive a driver. ``take_for_work`` locks a file for a while.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from lineage.filesystem.files import atomic_write, parse_jsonl, read_jsonl, repl
 
 RECIPE_FILE = "recipe.json"  # of scores beside a training: what `Evaluate` was asked for
 BENCHMARKS_FILE = "benchmarks.json"  # of an evaluation: beginning of the names of their metrics -> settings
-SCORES_FILE, SCORED = "evaluation.jsonl", "evaluation/"  # of checkpoints; the names of their metrics
+CHECKPOINT_SCORES_FILE, SCORED = "evaluation.jsonl", "evaluation/"  # of checkpoints; the names of their metrics
 _MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")
 
 
@@ -40,7 +40,7 @@ def file_with(metrics: Path, name: str) -> Path:
     Args:
         metrics: its ``metrics.jsonl``.
     """
-    return metrics.with_name(SCORES_FILE) if is_score(name) else metrics
+    return metrics.with_name(CHECKPOINT_SCORES_FILE) if is_score(name) else metrics
 
 
 def headline_metric(metrics: Mapping[str, object]) -> str:

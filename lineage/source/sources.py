@@ -154,7 +154,7 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     if source.base_model is not None or (directory and is_peft(directory)):
         base = pin(name, base_source(name, source, directory), cache)
         identity["base_model"] = base.fingerprint
-        base_model = _reference(base.source)
+        base_model = f"{base.source.path}@{base.source.revision}" if base.source.revision else base.source.path
         files |= base.record.files
         digest = digest_of({"adapter": digest, "base": base.digest or base.fingerprint}) if digest else None
         config_of = next(iter(local_paths(base.source.path)), None)
@@ -189,10 +189,6 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     record = replace(path.record, files=files, reading={**path.record.reading, **model_options(pinned)})
     fingerprint = digest_json({"model": path.fingerprint, **identity})
     return Pinned(source=pinned, fingerprint=fingerprint, digest=digest, record=record)
-
-
-def _reference(source: Source) -> str:
-    return f"{source.path}@{source.revision}" if source.revision else source.path
 
 
 def _pinned_tokenizer(name: str, configured: str, cache: DigestCache) -> tuple[str, str, Path | None, dict[str, str]]:

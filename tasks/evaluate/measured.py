@@ -237,9 +237,10 @@ def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference:
 def function_scores(rows: Rows, measured: Mapping[str, Measured], scorers: Sequence[Scorer]) -> list[RowScores]:
     """What each reward function gives to each policy's greedy answers to the prompts."""
     asked, columns = [prompt.messages for prompt in rows.prompts], columns_of(rows)
+    prompts = [(prompt.name, prompt.name) for prompt in rows.prompts]
     return [
-        _over_prompts(
-            f"{REWARD}{scorer.name}", rows,
+        equal_weights(
+            f"{REWARD}{scorer.name}", prompts,
             {name: scorer(asked, [each.text for each in policy.greedy], columns) for name, policy in measured.items()},
         )
         for scorer in scorers
@@ -339,10 +340,6 @@ def _by_label(scores: RowScores, rows: Sequence[Scored]) -> list[RowScores]:
 def over_rows(metric: str, rows: Sequence[Scored | Question], scores: Mapping[str, Sequence[float]]) -> RowScores:
     """A metric of rows."""
     return equal_weights(metric, [(row.row_id, row.group) for row in rows], scores)
-
-
-def _over_prompts(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
-    return equal_weights(metric, [(prompt.name, prompt.name) for prompt in rows.prompts], scores)
 
 
 def equal_weights(metric: str, rows: Sequence[tuple[str, str]], scores: Mapping[str, Sequence[float]]) -> RowScores:

@@ -12,7 +12,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.filesystem.files import read_jsonl
 from lineage.fingerprint import Setting, set_fields
-from lineage.record.metrics_file import SCORES_FILE
+from lineage.record.metrics_file import CHECKPOINT_SCORES_FILE
 from tasks.reward_functions.metric import REWARD_MODEL, Metric, check_metrics, metrics_of
 from tasks.train.best import is_due, require_one
 
@@ -131,7 +131,7 @@ def failed_scores(stage: Path) -> dict[str, str]:
     Args:
         stage: its directory in the store.
     """
-    lines: list[dict[str, object]] = read_jsonl(stage / SCORES_FILE, dict)
+    lines: list[dict[str, object]] = read_jsonl(stage / CHECKPOINT_SCORES_FILE, dict)
     found = dict[str, str]()
     for line in sorted(lines, key=lambda each: int(str(each["step"]))):
         name, metrics = f"step {line['step']}", line.get("failed")

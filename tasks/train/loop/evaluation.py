@@ -32,7 +32,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import append_jsonl, read_jsonl, replace_jsonl
-from lineage.record.metrics_file import SCORES_FILE
+from lineage.record.metrics_file import CHECKPOINT_SCORES_FILE
 from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
@@ -627,9 +627,9 @@ class Scoring(TrainerCallback):
                 f"evaluation: {rows.name!r} has no held-out row; hold out rows (stages.{rows.name}.method.held_out="
                 "0.05), or set evaluation=null"
             )
-        found = read_jsonl(self.place / SCORES_FILE, Scores) if (self.place / SCORES_FILE).exists() else []
+        found = read_jsonl(self.place / CHECKPOINT_SCORES_FILE, Scores)
         self.known = {each.step: each for each in found if each.step <= step and not each.error}
-        replace_jsonl(self.place / SCORES_FILE, [each.__dict__ for each in self.known.values()])
+        replace_jsonl(self.place / CHECKPOINT_SCORES_FILE, [each.__dict__ for each in self.known.values()])
         self._described = self._describe()  # not in the thread: a generation changes the model's config for a while
         self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
         self._thread.start()
@@ -781,7 +781,7 @@ class Scoring(TrainerCallback):
                 logger.info("evaluation step=%d seconds=%.1f %s", step, found.seconds, json.dumps(dict(found.scores)))
             self.known[step] = found = replace(found, time=time.time())
             self._waiting.discard(step)
-            append_jsonl(self.place / SCORES_FILE, found.__dict__)
+            append_jsonl(self.place / CHECKPOINT_SCORES_FILE, found.__dict__)
 
     def _scored_or_why(self, step: int) -> "Scores":
         try:
