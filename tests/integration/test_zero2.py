@@ -162,15 +162,21 @@ def test_the_output_of_weights_that_did_not_move_has_the_bytes_that_one_worker_w
     assert same(weights(asked.folder / "output"), weights(root / "policy"))
 
 
-@pytest.mark.parametrize(("architecture", "adapter"), [("mixtral", None), ("qwen3_moe", None), ("gpt2", BIASES)])
+@pytest.mark.parametrize(
+    ("architecture", "adapter", "sharding"),
+    [
+        ("mixtral", None, "zero3"), ("qwen3_moe", None, "zero3"), ("gpt2", BIASES, "zero3"),
+        ("gpt2", replace(BIASES, quantization="nf4"), "zero2"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_mixtures_of_experts_and_biases_train_under_zero3_as_in_one_process(
-    root: Path, tmp_path: Path, zero_workers: WorkerGroup, architecture, adapter, name
+def test_mixtures_of_experts_and_biases_train_under_zero_as_in_one_process(
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, architecture, adapter, name, sharding
 ) -> None:
     own = training.with_policy(root, tmp_path / "root", architecture)
     stage = training.method(name, num_steps=4, max_grad_norm=0.1, adapter=adapter)
     asked = Asked(stage=stage, root=own, folder=tmp_path, resources=PLAIN)
-    require_same_trajectory(asked, zero_workers, ZERO.sharded("zero3"))
+    require_same_trajectory(asked, zero_workers, ZERO.sharded(sharding))
 
 
 def test_steps_without_a_signal_change_no_weight(
