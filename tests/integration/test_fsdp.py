@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from tasks.train.sharding import divided_over
 from tests import training
 from tests.command import Command
 from tests.integration.test_adapter_types import ALL
+from tests.integration.test_ppo import with_reward_model
 from tests.miniature import MODEL, write_own_rows
 from tests.trained_store import Made
 from tests.training import METHODS, same, trajectory, weights
@@ -161,6 +163,28 @@ def test_the_trajectory_of_twenty_steps_is_that_of_one_process(
     micro = more.get("micro_batch_size", PLAIN.micro_batch_size)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=replace(PLAIN, micro_batch_size=micro))
     require_same_trajectory(asked, two_workers, divided(2, sharding, **more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("grpo", None), ("grpo", LORA), ("rloo", None), ("online_dpo", None), ("ppo", None)]
+)
+def test_a_divided_reward_model_scores_as_in_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, adapter
+) -> None:
+    judged = with_reward_model(root, tmp_path / "inputs")
+    stage = training.method(name, num_steps=20, max_grad_norm=0.1, rewards=None, adapter=adapter)
+    asked = Asked(stage=stage, root=judged, folder=tmp_path, resources=PLAIN)
+    require_same_trajectory(asked, two_workers, divided(2))
+    one, found = (
+        {
+            (each["step"], each["prompt"], each["completion"]): each["rewards/reward_model"]
+            for each in pq.read_table(tmp_path / folder / "output" / "samples.parquet").to_pylist()
+        }
+        for folder in ("one", "fsdp")
+    )
+    assert len(found) >= stage.num_steps  # of the first worker's rows
+    assert all(found[each] == pytest.approx(one[each], abs=TOLERANCE) for each in found)
 
 
 @pytest.mark.slow
