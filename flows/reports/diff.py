@@ -38,7 +38,7 @@ def diff_text(found: Diff, scores: "Sequence[ScoreRow]" = ()) -> str:
         f"B {found.second.id}",
         _verdict(found),
         *cause_lines(found.causes),
-        *_metrics(found),
+        *_metrics(found, without="evaluation/" if scores else "(none)"),
         *_scores(scores),
     ]
     return on_screen("\n".join(map(printable, lines)))
@@ -49,7 +49,8 @@ def _scores(scores: "Sequence[ScoreRow]") -> Iterator[str]:
         yield "evaluated:"
     for row in scores[:_MOST_SCORES]:
         first, second = ("(none)" if each is None else f"{each['value']:.4g}" for each in row["values"])
-        yield f"  {title_of(row['metric'])} {row['better']}: {first} -> {second}"
+        name, comma, how = row["metric"].partition(", ")  # on other rows or other settings
+        yield f"  {title_of(name)} {row['better']}: {first} -> {second}{comma}{how}"
     if len(scores) > _MOST_SCORES:
         yield f"  and {len(scores) - _MOST_SCORES} more (posttrain report --compare A B shows all)"
 
@@ -78,10 +79,12 @@ def cause_lines(causes: Sequence[Cause]) -> Iterator[str]:
         yield f"  {cause.text}" + ("" if cause.what in _SELF_EXPLAINED else f"  ({', '.join(cause.stages)})")
 
 
-def _metrics(found: Diff) -> Iterator[str]:
+def _metrics(found: Diff, without: str) -> Iterator[str]:
+    """Args: without: beginning of names that are left out."""
     if found.metrics:
         yield "and in consequence, measured:"
-    for stage, changed in found.metrics.items():
+    for stage, every in found.metrics.items():
+        changed = {name: values for name, values in every.items() if not name.startswith(without)}
         for name, values in list(changed.items())[:_MOST_METRICS]:
             first, second = ("(none)" if value is None else f"{value:.6g}" for value in values)
             yield f"  {stage}: {name}: {first} -> {second}"

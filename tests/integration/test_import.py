@@ -453,6 +453,7 @@ def test_overrides_of_fields_are_in_the_file_and_decide_whether_it_is_one_of_our
     field = "stages.sft.method.optimizer.name=adamw_torch"
     ran = imported(folder, "llamafactory", "own.yaml", FACTORY + SFT + text, field)
     assert ran.returncode == 0, ran.stderr
+    assert "method.optimizer.name=adamw_torch  (as overridden here)" in ran.stdout, ran.stdout
     tree = yaml.safe_load((folder / "conf" / "pipeline" / "own.yaml").read_text())
     assert tree["stages"]["sft"]["method"]["optimizer"]["name"] == "adamw_torch"
 
