@@ -191,12 +191,10 @@ def run_diagnose(options: argparse.Namespace) -> int:
     if options.rule is not None and options.rule not in names:
         raise ConfigError(f"--rule {options.rule}: no such rule; there are: {', '.join(names)}")
     found = read_diagnosis(options.ref, asked_store(options.overrides, options.config_dir))
-    files = [(options.out, patch_of), (options.html, diagnosis_page)]
-    for path, write in files:
-        if path:
-            write_output(path, write(found, options.rule), keeps=path == options.out)
-    if options.json:
-        print(json.dumps(diagnosis_dict(found), indent=2))
-    else:
-        print("\n".join([diagnosis_text(found), *(f"wrote {relative(path)}" for path, _ in files if path)]))
+    if options.out:
+        write_output(options.out, patch_of(found, options.rule), keeps=True)
+    if options.html:
+        write_output(options.html, diagnosis_page(found), keeps=False)
+    written = [f"wrote {relative(path)}" for path in (options.out, options.html) if path]
+    print(json.dumps(diagnosis_dict(found), indent=2) if options.json else "\n".join([diagnosis_text(found), *written]))
     return 0

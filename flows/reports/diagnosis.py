@@ -145,9 +145,9 @@ def _plots(curves: Curves, names: list[str]) -> Iterator[str]:
             yield f"  {sparkline(curve)}"
 
 
-def sparkline(curve: Curve, width: int = _WIDTH) -> str:
+def sparkline(curve: Curve) -> str:
     """A curve as one line of bars, each the mean of a part."""
-    means = curve.blocks(min(width, len(curve)))
+    means = curve.blocks(min(_WIDTH, len(curve)))
     low, high = min(means), max(means)
     return "".join(_BARS[int((value - low) / ((high - low) or 1.0) * (len(_BARS) - 1) + 0.5)] for value in means)
 
@@ -197,7 +197,7 @@ pre{background:#f6f8fa;padding:.6rem;border-radius:6px;overflow:auto}
 _BOX = (800, 220, 46)  # width, height and margin of a picture, pixels
 
 
-def diagnosis_page(found: Diagnosis, rule: str | None = None) -> str:
+def diagnosis_page(found: Diagnosis) -> str:
     """A page with each finding and its curve, then the other curves that say most."""
     body = [f"<h1>{html.escape(found.node)}</h1><p>{counted(found.curves.num_steps, 'step')}</p>"]
     for each in found.findings:

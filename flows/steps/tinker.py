@@ -267,8 +267,8 @@ def answer(outcome: Outcome) -> Response:
 _EPHEMERAL = "ephemeral-"
 
 
-def _json(found: Mapping[str, object], status: int = 200) -> Response:
-    return Response(json.dumps(found), status, media_type="application/json")
+def _json(found: Mapping[str, object]) -> Response:
+    return Response(json.dumps(found), media_type="application/json")
 
 
 def promise(outcome: Outcome, **more: object) -> Response:

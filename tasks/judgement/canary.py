@@ -95,13 +95,12 @@ def write_policy(
     *,
     hidden_size: int = 32,
     num_layers: int = 2,
-    vocab_size: int = 300,
     chat_template: str | None = CHATML,
     seed: int = 0,
     initializer_range: float = 0.02,
 ) -> Path:
     """Saves a random Llama with its tokenizer: a directory that the auto classes load."""
-    write_tokenizer(directory, vocab_size=vocab_size, chat_template=chat_template)
+    write_tokenizer(directory, chat_template=chat_template)
     fields = {
         "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,

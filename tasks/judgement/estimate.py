@@ -301,9 +301,8 @@ def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
 
 
 def tokens_at_once(
-    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, capacity: int,
-    frozen: Mapping[str, int] | None = None,
-) -> int:  # fmt: skip
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, capacity: int
+) -> int:
     """Tokens of a forward pass under ``micro_batch_size=auto``: as many as fit, and no more than fill a GPU.
 
     Args:
@@ -315,7 +314,7 @@ def tokens_at_once(
         return MOST_TOKENS
     rows = replace(resources, micro_batch_size=1)  # one row as long as all tokens together
     most = MOST_TOKENS // sequences(method)
-    none, full = (memory(method, rows, found, shapes, tokens, frozen) for tokens in (0, most))
+    none, full = (memory(method, rows, found, shapes, tokens) for tokens in (0, most))
     per_token = (full.activations + full.logits - none.activations - none.logits) / MOST_TOKENS
     left = _FILL * capacity - none.model - none.activations - none.logits
     return max(1, min(MOST_TOKENS, int(left / per_token)))

@@ -1,8 +1,12 @@
 """Prefect's server dies under a run, goes away, or hangs: training finishes, and Prefect learns how it ended."""
 
+import os
 import shutil
 import signal
+import socket
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +17,53 @@ from prefect.states import Failed
 
 from flows.prefect.flow import as_task, in_flow
 from flows.prefect.open_runs import settle_left
-from flows.prefect.server import read_settings_again, send_events
+from flows.prefect.server import CLIENT_SETTINGS, read_settings_again, send_events
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import RunRecord, StageRecord, latest
 from lineage.errors import PipelineError
+from lineage.filesystem.remote_files import why_unreachable
 from tests.chaos.record import digests
-from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
+from tests.command import REPOSITORY, TOY, Command, alive, family, wait_until, wait_until_gone
 from tests.toy_interrupted import unbroken
 from tests.toy_methods import ToyTraining
-from tests.users_prefect import UsersPrefect
+
+
+class UsersPrefect:
+    """Away, it refuses connections; silent, it takes them and says nothing."""
+
+    def __init__(self, database: Path) -> None:
+        self._environment = {
+            **os.environ, **CLIENT_SETTINGS, "PYTHONPATH": str(REPOSITORY), "PREFECT__SERVER_FINAL": "1",
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+        }  # fmt: skip
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/api"
+
+    def start(self) -> None:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", self._port))
+            self._port = listener.getsockname()[1]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flows.prefect.server", str(listener.fileno())], env=self._environment,
+                pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        wait_until(lambda: not why_unreachable(self.url, 5), "the server answers")
+
+    def leave(self) -> None:
+        """SIGKILL."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    def hush(self) -> None:
+        assert self._process
+        self._process.send_signal(signal.SIGSTOP)
+
 
 # Two stages at once, of which one ends while the server is away.
 NUM_STEPS = 80

@@ -181,11 +181,11 @@ def read_tensors(folder: Path, wanted: "Mapping[str, Tensor]") -> None:
         load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner, no_dist=True)
 
 
-def divided_weights(folder: Path, name: str = "model") -> "dict[str, Tensor]":
+def divided_weights(folder: Path) -> "dict[str, Tensor]":
     """Tensors without values, as large as those of which each file of a checkpoint has a part; empty: none has."""
     sizes, dtypes = dict[str, list[int]](), {text: dtype for dtype, text in _DTYPES.items()}
     found = dict[str, torch.dtype]()
-    for path in folder.glob(f"{name}-*-of-*.safetensors"):
+    for path in folder.glob("model-*-of-*.safetensors"):
         with safe_open(path, "pt") as file:
             offsets = json.loads((file.metadata() or {}).get(_PARTS, "{}"))
             for key, each in offsets.items():
