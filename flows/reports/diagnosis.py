@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 
-from flows.declare.config import load_pipeline
 from flows.progress.run_record import RunRecord, runs_of
 from flows.progress.stage_log import stage_entry
 from flows.reports.wording import counted, on_screen, spelled
@@ -76,6 +75,8 @@ def read_diagnosis(ref: str, store: Path) -> Diagnosis:
 
 def _as_declared(found: Diagnosis) -> Curves:
     """The curves of an unfinished stage with the recipe and resources that its run declares, if they can be loaded."""
+    from flows.declare.config import load_pipeline  # hydra, which the pages and `diff` do without
+
     cli_args, config_dir = found.cli_args()
     if not found.run or found.run.sweep:
         return found.curves
