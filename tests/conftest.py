@@ -93,8 +93,16 @@ QUICK_CASES = {
     "test_beginnings_and_ends::test_generation_of_the_output_stops_where_the_answers_end": (
         "sft-fields0", "dpo-fields1", "grpo-fields5", "ppo-fields4",
     ),
+    "test_boundaries::test_each_answer_is_trained_after_the_tokens_that_generation_starts_from": (
+        "byte level-chatml", "byte level-llama3", "byte level-cohere", "gpt-2-qwen3", "metaspace-gemma",
+        "metaspace-gptoss", "metaspace first-chatml", "metaspace first-glm4moe", "prepend-phi3", "prepend-deepseekv3",
+        "swallowing-qwen2_5", "swallowing-gemma", "blank first-qwen3", "blank first-deepseekv3",
+    ),
     "test_composite_models::test_text_trains_the_text_part_and_the_output_has_all_the_rest": (
         "mistral3-full", "qwen3_5-lora",
+    ),
+    "test_compositions::test_a_shipped_pipeline_is_what_hydra_composes": (
+        "cpt-sft-dpo-retrain", "distill", "grpo", "qlora-sft-dpo", "reward", "rlhf-ppo", "sft-kto", "vlm-sft-dpo",
     ),
     "test_distill::test_the_loss_is_that_of_whole_logits": (
         "policy-teacher", "policy-gemma2", "gemma3-teacher", "gpt2-teacher", "qwen3_moe-teacher",
@@ -106,8 +114,12 @@ QUICK_CASES = {
     "test_dpo_losses::test_optimal_transport_is_trls_where_a_step_is_one_micro_batch": ("aot_unpaired",),
     "test_dpo_losses::test_the_micro_batch_changes_no_loss_of_ours": ("full",),
     "test_dpo_start::test_dpo_as_a_pair_loss_is_trls": ("policy-None", "policy-adapter1"),
+    "test_evaluate::test_another_checkpoint_than_the_input_is_not_measured": ("dpo-files", "reward_model-path"),
     "test_export::test_transformers_reads_a_gguf_file_back_as_the_same_model": (
         "llama-q8_0", "gemma2-f16", "gemma3_text-f16", "qwen3-q8_0",
+    ),
+    "test_gate::test_a_model_that_is_too_bad_passes_in_at_most_five_percent_of_evaluations": (
+        "accuracy-0.90-20", "accuracy-0.90-40", "regression-0.03-40", "regression-0.03-100",
     ),
     "test_generating::test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_rows": ("{}",),
     "test_generating::test_a_step_is_that_of_plain_trl_on_the_same_completions": (
@@ -135,10 +147,14 @@ QUICK_CASES = {
     "test_import::test_an_example_of_a_peer_becomes_a_pipeline_that_plans": (
         "axolotl_qlora", "axolotl_completion", "trl_kto", "trl_grpo", "factory_orpo", "factory_reward", "oumi_lora",
     ),
-    "test_init::test_a_named_recipe_plans": ("qlora", "grpo-summaries"),
+    "test_init::test_a_named_recipe_plans": ("grpo-summaries",),
+    "test_init::test_what_the_machine_decides_is_left_to_the_machine_and_the_defaults_to_the_adapter": ("gpus1",),
     "test_init::test_with_an_adapter_the_values_are_those_of_the_adapter": ("words1",),
     "test_kernels::test_the_base_under_an_adapter_is_held_in_bf16": ("dpo",),
     "test_kernels::test_what_is_held_in_bf16_is_never_in_memory_in_fp32": ("full",),
+    "test_kinds::test_what_another_stage_holds_out_is_found_among_single_answers_and_prompts": (
+        "text-unpaired", "conversations-prompts", "preferences-unpaired", "unpaired-prompts", "prompts-prompts",
+    ),
     "test_kto::test_on_a_whole_batch_it_is_trls": ("kto-full", "apo_zero_unpaired-lora"),
     "test_merge::test_a_model_that_changes_after_it_was_loaded_changes_nothing": ("adapters", "None"),
     "test_merge::test_adapters_of_unequal_ranks_add_up": ("False-svd",),
@@ -147,6 +163,9 @@ QUICK_CASES = {
     "test_mlflow_tracker::test_a_call_that_fails_is_made_good_by_the_next_sync": ("create_run", "set_terminated"),
     "test_model_intake::test_new_tokens_are_trained_and_travel_with_the_output": ("sft", "reward"),
     "test_model_intake::test_the_side_that_a_tokenizer_pads_changes_no_loss": ("dpo", "grpo"),
+    "test_model_parts::test_settings_change_what_the_model_computes_and_travel_in_its_config": (
+        "llama-kwargs0", "llama-kwargs2", "qwen2-kwargs3", "llama-kwargs5", "mistral-kwargs6", "gemma2-kwargs7",
+    ),
     "test_on_policy_distill::test_the_trajectory_is_that_of_a_plain_trl_script": ("0.3",),
     "test_one_policy::test_weights_that_stay_behind_stop_at_their_first_use": ("0.03-ppo", "1e-06-grpo"),
     "test_optimizers::test_weights_in_bf16_train_as_in_fp32_and_resume_to_the_bit": ("dpo",),
@@ -155,6 +174,10 @@ QUICK_CASES = {
     ),
     "test_own_loop::test_with_the_optimizer_of_the_core_it_is_transformers_training": ("fields0", "fields2"),
     "test_own_names::test_a_command_runs_ours_in_a_folder_with_modules_of_our_names": ("True",),
+    "test_packs::test_a_row_in_a_pack_has_the_loss_and_the_gradients_that_it_has_alone": (
+        "cohere2", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granitemoe", "llama", "ministral", "mixtral",
+        "olmo3", "phi", "qwen3_moe", "smollm3",
+    ),
     "test_peft_directory::test_a_merge_that_loses_an_adapter_too_small_for_golden_prompts_is_stopped": (
         "lora-lost", "lora-added_twice", "dora-lost", "embedding-added_twice", "rows-lost", "norm-added_twice",
         "experts-lost",
@@ -164,9 +187,17 @@ QUICK_CASES = {
         "head-gpt2", "embedding-llama", "both-gemma2", "both_as_one-gpt2", "head_in_full-llama",
         "embedding_in_full-gemma2", "rows-gpt2",
     ),
+    "test_peft_directory::test_every_accepted_type_merges": (
+        "LORA", "ADALORA", "OFT", "VERA", "IA3", "LOKR", "HRA", "FOURIERFT",
+    ),
     "test_ppo::test_the_reference_of_an_adapter_is_the_policy_that_was_passed": ("stack",),
     "test_prepare_data::test_a_slice_takes_the_rows_that_it_names": (
         "train[:100]-indices0", "train[-30:]-indices3", "train[10%:20%]-indices2",
+    ),
+    "test_proposals::test_the_overrides_of_the_message_read_the_rows": (
+        "Question Answer-prompt_completion", "input output-prompt_completion",
+        "context question answer-prompt_completion", "question response_j response_k-preference",
+        "user preferred dispreferred-preference",
     ),
     "test_quantization::test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_set": ("nf4-llama",),
     "test_quantization::test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantized": (
@@ -178,6 +209,7 @@ QUICK_CASES = {
     "test_reference_logps::test_held_out_rows_are_measured_against_the_same_reference": ("full",),
     "test_reference_logps::test_so_it_is_on_every_architecture": ("gpt2",),
     "test_reference_logps::test_the_trajectory_is_that_of_the_live_reference": ("full", "lora", "losses of ours"),
+    "test_rendering::test_a_token_is_trained_if_it_ends_within_a_turn": ("chatml", "stripping", "own system"),
     "test_resume::test_a_base_that_changes_during_its_training_loses_nothing": ("sft-True",),
     "test_resume::test_so_it_is_with_every_option_that_has_a_state": (
         "sft-fields0-resources0", "dpo-fields2-resources2", "dpo-fields3-resources3",

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from markupsafe import Markup
 
@@ -62,6 +62,9 @@ from tasks.evaluate.row_scores import (
     read_scores,
 )
 from tasks.gate.bootstrap import Bootstrap
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Facts = dict[str, object]
 Pairs = list[tuple[str, str]]
@@ -815,31 +818,16 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
     Args:
         differences: lines on what differs in the ancestries of two.
     """
-    from importlib.resources import files
-
-    from jinja2 import Environment
-
     is_pair = len(reports) == 2
-    plots = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    css, own, script, template = (
-        _HERE.with_name(name).read_text(encoding="utf-8")
-        for name in ("page.css", "model.css", "model.js", "model.html")
+    css, own, script = (
+        _HERE.with_name(name).read_text(encoding="utf-8") for name in ("page.css", "model.css", "model.js")
     )
     groups = _merged(reports) if is_pair else reports[0].get("curves", [])
     charts = [chart for group in groups for chart in group["charts"]]
-    scripts = [plots.encode("ascii", "backslashreplace").decode(), script] if charts else []
+    scripts = [_plotly(), script] if charts else []
     answers = reports[0].get("answers")
     beside = compared(reports) if is_pair else (reports[0].get("scores", []), [answers] if answers else [])
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "clock": clock,
-        "measure": title_of,
-        "gib": gib,
-        "number": short_number,
-        "brief": partial(short_number, digits=3),
-        "pictured": _pictured,
-    }
-    body = environment.from_string(template).render(
+    body = _template().render(
         models=reports, sides=_SIDES if is_pair else "", differences=differences, groups=groups, scores=beside[0],
         answers=beside[1], graphs=[_drawing(each["lineage"], place) for place, each in enumerate(reports)],
         data=script_json({"charts": charts}) if charts else "", scripts=scripts,
@@ -850,6 +838,27 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
         title=html.escape(" and ".join(each["id"] for each in reports)), style=f"{css}\n{own}", body=body,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}",
     )  # fmt: skip
+
+
+@cache
+def _plotly() -> str:
+    """The library of charts, in pure ASCII."""
+    from importlib.resources import files
+
+    text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+@cache
+def _template() -> "Template":
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "clock": clock, "measure": title_of, "gib": gib, "number": short_number,
+        "brief": partial(short_number, digits=3), "pictured": _pictured,
+    }  # fmt: skip
+    return environment.from_string(_HERE.with_name("model.html").read_text(encoding="utf-8"))
 
 
 def short_number(value: float, digits: int = 4) -> str:

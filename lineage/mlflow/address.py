@@ -17,6 +17,7 @@ from lineage.filesystem.remote_files import why_unreachable
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:
+    from alembic.script import ScriptDirectory
     from mlflow import MlflowClient
 
 DATABASE = "mlflow.db"
@@ -84,13 +85,12 @@ def schema_fault(uri: str) -> tuple[str, str] | None:
         SQLAlchemyError, ImportError: the database cannot be read.
     """
     from alembic.migration import MigrationContext
-    from alembic.script import ScriptDirectory
     from sqlalchemy import create_engine, inspect
 
     file, package, named = sqlite_file(uri), find_spec("mlflow"), f"the database {shown(uri)}"
     if package is None or package.origin is None or (file and not file.exists()):  # a check must not create it
         return None
-    scripts = ScriptDirectory(str(Path(package.origin).parent / "store" / "db_migrations"))
+    scripts = _migrations(Path(package.origin).parent / "store" / "db_migrations")
     engine = create_engine(uri, connect_args={"timeout": _LOCKED_SECONDS} if file else {})
     try:
         with engine.connect() as connection:
@@ -111,6 +111,14 @@ def schema_fault(uri: str) -> tuple[str, str] | None:
         f"{named} has schema {found}, and MLflow {installed} needs {head}: it is not migrated unasked",
         f"stop every run and server that writes to it, back it up, then: mlflow db upgrade {shown(uri)}",
     )
+
+
+@cache
+def _migrations(folder: Path) -> "ScriptDirectory":
+    """Those of MLflow: they are some seventy files, which are read once in a process."""
+    from alembic.script import ScriptDirectory
+
+    return ScriptDirectory(str(folder))
 
 
 def connect(uri: str) -> "MlflowClient":

@@ -148,12 +148,12 @@ def test_an_objective_is_either_a_metric_or_a_function(configured):
     ],
 )
 def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, why):
-    overrides = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
-    overrides += ["+stage@stages.merge.method=merge", "stages.merge.method.combination=linear"]
+    overrides = ["+stage@stages.merge.method=merge", "stages.merge.method.combination=linear"]
     overrides += ["stages.merge.inputs={policy: sft, other: dpo}", "+stage@stages.gate.method=gate"]
     overrides += ["stages.gate.inputs={report: evaluate, candidate: dpo}"]
     overrides += ["stages.gate.method.rules.good={metric: text_perplexity, at_most: 9}"]
-    overrides += ["+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"]
+    overrides += ["+stages.sft.evaluation={every_steps: 5, metrics: [f1]}", "stages.dpo.method.beta=0.1,0.2"]
+    overrides += [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}"]  # last: one composition
     if why is None:
         assert read_sweep(overrides).num_trials == 2
         return
