@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import datetime
 from functools import cache, partial
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
@@ -824,8 +825,7 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
     )
     groups = _merged(reports) if is_pair else reports[0].get("curves", [])
     charts = [chart for group in groups for chart in group["charts"]]
-    scripts = [_plotly(), script] if charts else []
-    answers = reports[0].get("answers")
+    scripts, answers = [_plotly(), script] if charts else [], reports[0].get("answers")
     beside = compared(reports) if is_pair else (reports[0].get("scores", []), [answers] if answers else [])
     body = _template().render(
         models=reports, sides=_SIDES if is_pair else "", differences=differences, groups=groups, scores=beside[0],
@@ -842,9 +842,6 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
 
 @cache
 def _plotly() -> str:
-    """The library of charts, in pure ASCII."""
-    from importlib.resources import files
-
     text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return text.encode("ascii", "backslashreplace").decode()
 
@@ -853,12 +850,10 @@ def _plotly() -> str:
 def _template() -> "Template":
     from jinja2 import Environment
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "clock": clock, "measure": title_of, "gib": gib, "number": short_number,
-        "brief": partial(short_number, digits=3), "pictured": _pictured,
-    }  # fmt: skip
-    return environment.from_string(_HERE.with_name("model.html").read_text(encoding="utf-8"))
+    found = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    found.filters |= {"clock": clock, "measure": title_of, "gib": gib, "number": short_number, "pictured": _pictured}
+    found.filters["brief"] = partial(short_number, digits=3)
+    return found.from_string(_HERE.with_name("model.html").read_text(encoding="utf-8"))
 
 
 def short_number(value: float, digits: int = 4) -> str:
