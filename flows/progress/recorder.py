@@ -13,15 +13,7 @@ from flows.planning.advice import origins
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import refusals
-from flows.progress.run_record import (
-    Outcome,
-    RunRecord,
-    StageRecord,
-    SweepRecord,
-    end_of,
-    new_id,
-    run_record_path,
-)
+from flows.progress.run_record import Outcome, RunRecord, StageRecord, SweepRecord, end_of, new_id, run_record_path
 from lineage.errors import PipelineError
 from lineage.filesystem.owner import HEARTBEAT_SECONDS, Owner
 from lineage.mlflow.address import shown, tracking_uri

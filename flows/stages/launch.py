@@ -54,14 +54,7 @@ from flows.stages.resources import (
     rows_mapped,
 )
 from flows.stages.stops import ended, hurried
-from lineage.errors import (
-    ArtifactError,
-    LostError,
-    PipelineError,
-    StageError,
-    StoppedError,
-    TakenOverError,
-)
+from lineage.errors import ArtifactError, LostError, PipelineError, StageError, StoppedError, TakenOverError
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.record.environment import hardware

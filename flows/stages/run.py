@@ -141,10 +141,7 @@ def _record(input_: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecor
     pinned = input_.pinned
     digest = pinned.digest if pinned else parents[input_.name].output_digest
     return InputRecord(
-        artifact=input_.name,
-        fingerprint=input_.fingerprint,
-        digest=digest,
-        source=pinned.record if pinned else None,
+        artifact=input_.name, fingerprint=input_.fingerprint, digest=digest, source=pinned.record if pinned else None
     )
 
 

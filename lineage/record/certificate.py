@@ -18,12 +18,7 @@ from lineage.store import InputRecord, Manifest, Provenance, Store
 CERTIFICATES = "certificates"  # the directory of the store
 Verdict = Literal["bit-identical", "within tolerance", "differs", "not compared"]
 
-_STEPS = (
-    "num_steps",
-    "num_epochs",
-    "validation",
-    "best",
-)  # fields of a recipe that the short training shortens
+_STEPS = ("num_steps", "num_epochs", "validation", "best")  # fields of a recipe that the short training shortens
 _ADAPTER = "adapter_config.json"  # marks an output that is an adapter
 
 

@@ -28,13 +28,7 @@ from tasks.data.preparing.report import (
 )
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText, Tokenization
-from tasks.prepare_data import (
-    PrepareConversations,
-    PreparePreferences,
-    PreparePrompts,
-    PrepareText,
-    PrepareUnpaired,
-)
+from tasks.prepare_data import PrepareConversations, PreparePreferences, PreparePrompts, PrepareText, PrepareUnpaired
 from tasks.recipe import Input
 
 if TYPE_CHECKING:

@@ -187,8 +187,7 @@ def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
 def kind_of_columns(names: Sequence[str]) -> RowKind:
     """The kind of prepared rows with these columns: of the kinds whose content is there, the one with most columns."""
     return max(
-        (each for each in ROW_KINDS.values() if set(each.contents) <= set(names)),
-        key=lambda each: len(each.contents),
+        (each for each in ROW_KINDS.values() if set(each.contents) <= set(names)), key=lambda each: len(each.contents)
     )
 
 

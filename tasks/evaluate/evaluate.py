@@ -46,14 +46,7 @@ from tasks.model.vision import Vision, require_reads_images
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
 from tasks.reward_functions.function import identity_of
-from tasks.reward_functions.metric import (
-    WIN_RATE,
-    Metric,
-    check_metrics,
-    code_of_metrics,
-    metrics_of,
-    rewards_of,
-)
+from tasks.reward_functions.metric import WIN_RATE, Metric, check_metrics, code_of_metrics, metrics_of, rewards_of
 from tasks.reward_functions.scorer import Columns, Message
 
 if TYPE_CHECKING:
@@ -611,11 +604,7 @@ class Evaluate(Method):
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
         accuracy = [over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins})] if wins else []
-        return (
-            [*accuracy, *reward_scores(rows, scored, against)],
-            by_kind,
-            {**scored, "reference": against},
-        )
+        return ([*accuracy, *reward_scores(rows, scored, against)], by_kind, {**scored, "reference": against})
 
 
 @dataclass(frozen=True, kw_only=True)

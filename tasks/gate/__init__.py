@@ -89,11 +89,7 @@ class Gate(Method):
         _require_measured(inputs)
         bootstrap = Bootstrap(confidence=self.confidence, num_resamples=self.num_resamples, seed=self.seed)
         evidence = Evidence(
-            reports=reports,
-            names=names,
-            has_champion=CHAMPION in inputs,
-            bootstrap=bootstrap,
-            min_rows=self.min_rows,
+            reports=reports, names=names, has_champion=CHAMPION in inputs, bootstrap=bootstrap, min_rows=self.min_rows
         )
         tested = self._test(inputs["report"])
         results = [rule.judge(name, evidence) for name, rule in self.each_rule(reports[0]).items()]

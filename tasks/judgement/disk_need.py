@@ -19,15 +19,7 @@ from tasks.context import Resources
 from tasks.data.images import Images, ModelPart
 from tasks.judgement.check_rows import POLICY
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
-from tasks.train.models.adapters import (
-    ADAPTERS,
-    HEADS,
-    Adapter,
-    adapts_experts,
-    no_module,
-    require_sizes,
-    targets,
-)
+from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, no_module, require_sizes, targets
 from tasks.train.models.freeze import idle
 from tasks.train.models.quantization import CONV1D_MODELS
 from tasks.train.sharding import holds_parts

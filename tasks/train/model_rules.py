@@ -16,19 +16,7 @@ from tasks.train.models.adapters import (
 )
 from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.optim.optimizers import OPTIMIZERS
-from tasks.train.rule import (
-    GPU,
-    HAVE_B,
-    SET,
-    ZERO,
-    Case,
-    Fields,
-    Rule,
-    own_loop,
-    sharded,
-    shown,
-    unsharded,
-)
+from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, sharded, shown, unsharded
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
@@ -40,7 +28,7 @@ _ADALORA: Fields = {"method.num_steps": ADALORA_STEPS}
 _SEES: Fields = {"config.vision_config": {"patch_size": 14}, "config.model_type": "qwen2_vl"}
 # Why rows with images are refused of a family.
 _UNREAD_IMAGES = {
-    "llama4": "its processor of images is made for torchvision alone, and here images are prepared by Pillow",
+    "llama4": "its processor of images is made for torchvision alone, and here images are prepared by Pillow"
 }
 _IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 

@@ -18,13 +18,7 @@ CALLS = {
     "the MLflow run of a stage was created": ("lineage.mlflow.executions", "Executions", "create", "after", 2),
     "an output is about to be committed": ("lineage.store", "Entry", "commit", "before", 1),
     "an output was committed": ("lineage.store", "Entry", "commit", "after", 1),
-    "the MLflow run of a stage is about to close": (
-        "lineage.mlflow.sync",
-        "Mirror",
-        "_complete",
-        "before",
-        1,
-    ),
+    "the MLflow run of a stage is about to close": ("lineage.mlflow.sync", "Mirror", "_complete", "before", 1),
 }
 CHECKPOINT = "a checkpoint was committed"
 EVENTS = (*CALLS, CHECKPOINT)

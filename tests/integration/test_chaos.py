@@ -24,8 +24,7 @@ CODES = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGINT: {130}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "signals",
-    [(signal.SIGKILL, signal.SIGINT), pytest.param((signal.SIGINT, signal.SIGKILL), marks=pytest.mark.slow)],
+    "signals", [(signal.SIGKILL, signal.SIGINT), pytest.param((signal.SIGINT, signal.SIGKILL), marks=pytest.mark.slow)]
 )
 def test_a_pipeline_interrupted_at_every_event_is_that_of_an_unbroken_run(tmp_path, prefect_url, signals):
     def command(folder, *leading):

@@ -120,9 +120,7 @@ def test_islands_end_near_plain_training_on_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    "adapter",
-    [None, pytest.param(Adapter(rank=4, alpha=8, dropout=0.1), marks=pytest.mark.slow)],
-    ids=["full", "lora"],
+    "adapter", [None, pytest.param(Adapter(rank=4, alpha=8, dropout=0.1), marks=pytest.mark.slow)], ids=["full", "lora"]
 )
 def test_islands_that_are_stopped_within_a_round_resume_to_the_bit(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter: Adapter | None

@@ -205,12 +205,7 @@ def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
     [
         pytest.param(lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step ", id="worker", marks=SLOW),
         pytest.param(kill_head, "its Ray cluster on ", id="head", marks=SLOW),
-        pytest.param(
-            lambda run: run.stage().kill(),
-            "the process that leads its workers, on ",
-            id="stage",
-            marks=SLOW,
-        ),
+        pytest.param(lambda run: run.stage().kill(), "the process that leads its workers, on ", id="stage", marks=SLOW),
         pytest.param(lambda run: run.named("RayTrainWorker")[-1].suspend(), " hangs at step ", id="hang", marks=SLOW),
     ],
 )

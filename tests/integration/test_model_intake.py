@@ -115,10 +115,7 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
 @pytest.mark.parametrize(
     ("cli_args", "message"),
     [
-        (
-            ("adapter_in=continue", "save=adapter"),
-            "continue with save=adapter: .* an adapter of PEFT, and its",
-        ),
+        (("adapter_in=continue", "save=adapter"), "continue with save=adapter: .* an adapter of PEFT, and its"),
         (("adapter_in=stack",), "adapter_in=stack: the adapter of sources.base.path=.* on the head"),
         (("adapter_in=continue",), ""),
     ],

@@ -17,13 +17,7 @@ from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.evaluate.scoring import Scored, logps, padded
 from tasks.method import Adapter, Training
-from tasks.model.positions import (
-    LEARNED_POSITIONS,
-    learned_positions,
-    reads_padding,
-    require_positions,
-    why_not_causal,
-)
+from tasks.model.positions import LEARNED_POSITIONS, learned_positions, reads_padding, require_positions, why_not_causal
 from tasks.train.generation.rollouts import number_real_tokens
 from tasks.train.kernels.padding_free import has_own_head, keep_own_head, logits
 from tasks.train.losses.rewards import sequence_scores

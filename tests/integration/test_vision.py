@@ -466,8 +466,7 @@ def test_workers_train_as_one(
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[] if each == "qwen3_vl" else slow) for each in FAMILIES if each != "mllama"],
+    "family", [pytest.param(each, marks=[] if each == "qwen3_vl" else slow) for each in FAMILIES if each != "mllama"]
 )
 def test_a_batch_without_images_reaches_what_one_with_images_does(root: Path, models: Any, family: str) -> None:
     """So that no worker waits for another; the tower's gradients are 0, and the numbers those of the text alone."""

@@ -25,13 +25,7 @@ from tasks.train.models.freeze import Freeze
 from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
-from tests.integration.test_fsdp import (
-    BIASES,
-    digests_of_weights,
-    require_same_trajectory,
-    require_sent,
-    scores_beside,
-)
+from tests.integration.test_fsdp import BIASES, digests_of_weights, require_same_trajectory, require_sent, scores_beside
 from tests.miniature import MODEL, write_own_rows
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps, train, zero_group

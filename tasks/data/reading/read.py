@@ -62,11 +62,7 @@ _MAX_SHOWN = 5  # files in a message
 _BESIDE = ("dataset_infos.json", "dataset_info.json")  # as `datasets` writes them beside its data
 
 # Names of splits as the hub recognizes them in directories, files and parts of files, except within longer names.
-_WORDS = {
-    "train": "train|training",
-    "validation": "validation|valid|val|dev",
-    "test": "test|testing|eval|evaluation",
-}
+_WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 _PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
 _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}

@@ -186,12 +186,7 @@ _MOMENTS = {"AdamW": 2, "Lion": 1, "AdEMAMix": 3}
 
 def _adamw(options: Mapping[str, object], about: str, optim: str | None = None) -> Entry:
     return Entry(
-        about=about,
-        target="torch.optim:AdamW",
-        reads=(*_ADAM, *_OF_EACH),
-        options=options,
-        optim=optim,
-        state_bytes=8,
+        about=about, target="torch.optim:AdamW", reads=(*_ADAM, *_OF_EACH), options=options, optim=optim, state_bytes=8
     )
 
 

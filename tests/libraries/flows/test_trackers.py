@@ -241,8 +241,7 @@ def test_the_plan_names_a_tracker_that_cannot_record(monkeypatch):
     real = importlib.util.find_spec
     for found, why in ((None, "pip install 'posttrain.wandb.'"), (real("json"), "set WANDB_API_KEY")):
         monkeypatch.setattr(
-            "importlib.util.find_spec",
-            lambda name, *rest, found=found: found if name == "wandb" else real(name, *rest),
+            "importlib.util.find_spec", lambda name, *rest, found=found: found if name == "wandb" else real(name, *rest)
         )
         with pytest.raises(ConfigError, match=f"tracking.wandb=true: .*{why}"):
             make_plan(load_pipeline(["pipeline=cpt", "tracking=[none,wandb]"]))

@@ -40,10 +40,7 @@ def faults(findings):
 
 
 def pipeline_of(notify=None, **resources):
-    stage = SimpleNamespace(
-        method=SimpleNamespace(uses_gpu=True),
-        resources=Resources(**resources),
-    )
+    stage = SimpleNamespace(method=SimpleNamespace(uses_gpu=True), resources=Resources(**resources))
     return SimpleNamespace(stages={"sft": stage}, operation=SimpleNamespace(notify=notify))
 
 

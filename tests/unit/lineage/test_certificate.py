@@ -112,9 +112,7 @@ def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ran_as",
-    [{"earlier_code_digests": ["d"]}, {"changed_at": [4]}],
-    ids=["other code", "another machine"],
+    "ran_as", [{"earlier_code_digests": ["d"]}, {"changed_at": [4]}], ids=["other code", "another machine"]
 )
 def test_what_was_gone_on_with_otherwise_nobody_has_tried(tmp_path: Path, ran_as: dict[str, object]) -> None:
     write_certificate(tmp_path, certificate())

@@ -70,11 +70,7 @@ def test_ppo_saves_its_value_model_too_and_the_base_under_an_adapter() -> None:
 
 @pytest.mark.parametrize(
     ("target_modules", "save", "adapter", "output"),
-    [
-        ("all-linear", None, 4 * (20 + 30), WEIGHTS),
-        ("q_proj", None, 4 * 20, WEIGHTS),
-        ("q_proj", "adapter", 4 * 20, 0),
-    ],
+    [("all-linear", None, 4 * (20 + 30), WEIGHTS), ("q_proj", None, 4 * 20, WEIGHTS), ("q_proj", "adapter", 4 * 20, 0)],
 )
 def test_of_an_adapter_only_it_is_trained(target_modules, save, adapter, output) -> None:
     found = need(adapter=Adapter(rank=4, target_modules=target_modules), save=save, save_steps=10)

@@ -146,8 +146,7 @@ def test_workers_hold_the_gradients_of_accumulated_micro_batches_beside_the_buck
 
 
 @pytest.mark.parametrize(
-    ("config", "per_token"),
-    [(LLAMA, 30 * (9 * 576 + 2 * 192 + 4 * 1536)), (MIXTRAL, 2 * (9 * 8 + 2 * 4 + 4 * 16 * 2))],
+    ("config", "per_token"), [(LLAMA, 30 * (9 * 576 + 2 * 192 + 4 * 1536)), (MIXTRAL, 2 * (9 * 8 + 2 * 4 + 4 * 16 * 2))]
 )
 def test_activations_and_logits_by_hand(config, per_token):
     found = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 64)

@@ -9,15 +9,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.evaluate.answers import Answer
-from tasks.evaluate.rows import (
-    Lengths,
-    _tokens,
-    answered_tokens,
-    distinct_prompts,
-    draw,
-    pair_tokens,
-    prompt_tokens,
-)
+from tasks.evaluate.rows import Lengths, _tokens, answered_tokens, distinct_prompts, draw, pair_tokens, prompt_tokens
 from tasks.method import Input
 from tasks.model.chat_template import HERMES
 from tests import tiny

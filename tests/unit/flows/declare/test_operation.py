@@ -43,8 +43,7 @@ def test_what_cannot_work_is_refused(override, message):
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{path: 'quickstart:corpus'}", "{path: 'alias:champion'}", f"{{path: owner/data, revision: {'a' * 40}}}"],
+    "source", ["{path: 'quickstart:corpus'}", "{path: 'alias:champion'}", f"{{path: owner/data, revision: {'a' * 40}}}"]
 )
 def test_a_trigger_on_what_cannot_change_is_refused(source):
     with pytest.raises(ConfigError, match="which never changes"):

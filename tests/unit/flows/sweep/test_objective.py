@@ -243,10 +243,7 @@ def test_a_finished_stage_that_has_not_measured_the_metric_is_refused_by_the_pla
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["sweep.objectives={best: {metric: grpo/loss, direction: minimize}}"],
-        ["sweep.until=grpo", "sweep.by_step=loss"],
-    ],
+    [["sweep.objectives={best: {metric: grpo/loss, direction: minimize}}"], ["sweep.until=grpo", "sweep.by_step=loss"]],
 )
 def test_a_loss_that_says_nothing_ranks_no_trials(overrides):
     with pytest.raises(ConfigError, match=r"the loss of GRPO is of its own .*; name reward, to be maximized"):

@@ -185,8 +185,7 @@ def test_a_metric_that_is_no_number_is_worse(tmp_path, inputs):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("confidence", 0.5), ("num_resamples", 100), ("seed", 4), ("approval", "required")],
+    ("field", "value"), [("confidence", 0.5), ("num_resamples", 100), ("seed", 4), ("approval", "required")]
 )
 def test_each_field_changes_the_verdict(tmp_path, inputs, field, value):
     rule = Rule(metric="text_perplexity", against="parent", max_regression=0.11)  # an accuracy's bounds are coarse

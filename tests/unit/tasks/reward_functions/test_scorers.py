@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.reward_functions import (
-    RewardFunction,
-    check_columns,
-    check_rewards,
-    code_of_rewards,
-    identity_of,
-    scorers,
-)
+from tasks.reward_functions import RewardFunction, check_columns, check_rewards, code_of_rewards, identity_of, scorers
 
 
 def asked(count: int) -> list[list[dict[str, object]]]:

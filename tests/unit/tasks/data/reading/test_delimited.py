@@ -96,11 +96,7 @@ def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("swallowed", "first", "last"),
-    [
-        ('3,"4\n5,6\n7,8\n9,0"', 3, 6),
-        ('"3,4\n5,6\n7",8', 3, 5),
-        ('"3\n4","5\n6,7\n8,9"', 4, 6),
-    ],
+    [('3,"4\n5,6\n7,8\n9,0"', 3, 6), ('"3,4\n5,6\n7",8', 3, 5), ('"3\n4","5\n6,7\n8,9"', 4, 6)],
 )
 @pytest.mark.parametrize("separator", [",", "\t"])
 def test_a_cell_in_which_rows_are_swallowed_is_named_with_its_lines(
