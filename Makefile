@@ -132,6 +132,8 @@ $(TESTS): $(READY)
 	@$(call logged,$(BIN)/uv pip install --python $(BIN)/python --requirement requirements.lock || \
 	  $(BIN)/pip install --requirement requirements.lock)
 	@$(call logged,$(BIN)/pip install --no-deps --no-compile --upgrade --target $(VENV)/verl $(VERL))
+	@echo "set-up of the tests: compiles what they import, which each worker would do at the same time"
+	@$(BIN)/pytest --collect-only --quiet >/dev/null 2>&1 || true
 	@touch $@
 
 clean:
