@@ -208,9 +208,11 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
             for each in found.refusals
         ]
         if refusals:
-            more = "\nsuch a setting is written after the file: --data FILE max_bad_rows=1, or held_out=0.5"
-            is_set = any("max_bad_rows=" in each or "held_out=" in each for each in refusals)
-            raise DataError("\n".join(refusals) + more * is_set)
+            settings = [
+                each for each in ("max_bad_rows=1", "held_out=0.2") if each.partition("=")[0] in " ".join(refusals)
+            ]
+            more = f"\nsuch a setting is written after the file: --data FILE {' '.join(settings)}" if settings else ""
+            raise DataError("\n".join(refusals) + more)
     counts = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in found.report.counts.items() if value)
     (source,) = found.report.sources.values()
     columns = ", ".join(source.mapping)
