@@ -309,6 +309,17 @@ def test_a_run_ends_with_what_matters_first_answers_the_lineage_page_and_command
     ]  # fmt: skip
 
 
+def test_a_page_beside_outputs_of_another_run_says_whose_it_is(toy_plan_of_sft, tmp_path):
+    plan, _ = toy_plan_of_sft
+    page = tmp_path / "artifacts/pipelines/sft/report.html"
+    assert "page     artifacts/pipelines/sft/report.html" in summary(plan, {}, 1.0, [], page).splitlines()
+    viewed = json.loads((plan.entry(plan.stage("sft")).path / "manifest.json").read_text())
+    (page.parent / "sft").mkdir(parents=True)
+    (page.parent / "sft" / "manifest.json").write_text(json.dumps({**viewed, "fingerprint": "0" * 64}))
+    whose = "(of this run; sft beside it is the declared pipeline's)"
+    assert f"report.html {whose}" in summary(plan, {}, 1.0, [], page)
+
+
 def test_findings_of_a_training_that_ran_are_named_at_its_end(toy_plan_of_sft):
     plan, _ = toy_plan_of_sft
     reports = [{"step": step, "time": float(step), "metrics": {"loss": 2.0 + step}} for step in range(1, 120)]
