@@ -141,7 +141,7 @@ def run_init(options: argparse.Namespace) -> int:
         for each in looked.values() if each.guessed
     ]  # fmt: skip
     toy = [_TOY] if settings["model"] == "tiny" else []
-    for line in [*guesses, *toy, *filter(None, (each.short for each in recipes))]:
+    for line in [*guesses, *toy, *filter(None, (each.short for each in recipes)), *([why] if why else [])]:
         print(on_screen(f"note: {line}"))
     made = f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}"
     print(on_screen(made))
