@@ -309,7 +309,8 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
         ("preference", "system_message", "s"), ("alpaca", "System", "s"), ("text", "systemPrompt", "s"),
         ("messages", "image_path", "a.png"), ("preference", "Weight", 0.5), ("text", "role", "assistant"),
         ("alpaca", "kto_tag", False), ("messages", "rejected_response", "b"), ("prompt_completion", "rejected", "b"),
-        ("sharegpt", "rejected_messages", [Q]), ("alpaca", "labels", 0),
+        ("sharegpt", "rejected_messages", [Q]), ("alpaca", "labels", 0), ("messages", "loss_mask", [1]),
+        ("messages", "chat_template_kwargs", {"enable_thinking": False}), ("preference", "response_masks", [1]),
     ],
 )  # fmt: skip
 def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, column: str, value: object) -> None:
