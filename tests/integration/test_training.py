@@ -1,5 +1,6 @@
 """The training methods on a tiny model: what they start from, what changes them, and what must not."""
 
+import json
 import math
 from pathlib import Path
 
@@ -150,3 +151,38 @@ def test_every_architecture_trains(root: Path, tmp_path: Path, name: str, archit
     if name == "dpo":  # it starts at its reference and learns
         assert found[0] == pytest.approx(2 * math.log(2) + 0.5, abs=1e-3 if precision == "fp32" else 2e-2)
         assert found[3] < found[0] - 0.01
+
+
+MIXTURES: dict[str, dict[str, object]] = {  # whose configs name experts or backbone otherwise; two are dense
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "num_local_experts": 0, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2, "mamba_n_heads": 8,
+        "mamba_d_head": 8, "mamba_n_groups": 1,
+    },
+    "doge": {"is_moe": False},
+    "llama4_text": {
+        "num_local_experts": 2, "intermediate_size_mlp": 32, "layer_types": ["chunked_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        pytest.param(each, name, marks=[] if name == "sft" and each.startswith("granite") else pytest.mark.slow)
+        for each in MIXTURES
+        for name in ("sft", "dpo", "orpo", "distill", "grpo")
+    ],
+)
+def test_a_mixture_that_names_its_experts_otherwise_trains_and_keeps_its_settings(
+    root: Path, tmp_path: Path, architecture: str, name: str
+) -> None:
+    """TRL reads ``num_experts``, expects routers where there is a coefficient, and sets both in the config."""
+    policy = write_model(tmp_path / "policy", architecture, **MIXTURES[architecture])
+    run = training.train(training.method(name, num_steps=1), root, tmp_path / "output", policy=policy)
+    assert math.isfinite(run.losses[0])
+    before, after = (json.loads((each / "config.json").read_text()) for each in (policy, run.output))
+    settings = ("use_cache", "output_router_logits", "router_aux_loss_coef")
+    assert {each: after.get(each) for each in settings} == {each: before.get(each) for each in settings}
+    assert AutoModelForCausalLM.from_pretrained(run.output).config.use_cache

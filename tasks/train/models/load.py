@@ -86,6 +86,8 @@ logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
 _CAPACITY = 1.2  # memory that a loaded model takes, of the size of its files
 _CONFIG = "config.json"
+_OF_TRAINERS = ("use_cache", "output_router_logits", "router_aux_loss_coef")  # they set these in a model's config
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ def load_policy(
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
     shards = None if late and is_late(method, ctx.resources) else Shards.of(ctx.resources)
     model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=shards)
+    _name_experts(model.config.get_text_config())
     if not getattr(type(method), "reads", TEXT).trained:  # it generates
         text = model.config.get_text_config().to_dict()
         if reads_padding(text):
@@ -140,6 +143,20 @@ def load_policy(
     tokenizer = tokenizer_of(policy.path)
     require_ends(tokenizer, policy.name, model.config.get_text_config().vocab_size)
     return Policy(model=model, tokenizer=tokenizer)
+
+
+def _name_experts(config: "PreTrainedConfig") -> None:
+    """Lets TRL count the experts of every mixture, and add no loss of routers to a model that has none.
+
+    Some configs name their number otherwise than TRL reads it (Phi-3.5-MoE, Granite), and have a coefficient of that
+    loss where all layers are dense (Granite 4, Doge).
+    """
+    name = next((each for each in _EXPERTS if getattr(config, each, None) is not None), None)
+    if name is None or not getattr(config, name) or not getattr(config, "is_moe", True):
+        if getattr(config, "router_aux_loss_coef", None):
+            config.router_aux_loss_coef = 0.0
+    elif name != _EXPERTS[0]:
+        type(config).attribute_map = {**type(config).attribute_map, _EXPERTS[0]: name}
 
 
 def load_reward_model(
@@ -465,6 +482,7 @@ def save_whole(
         else None
     )
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
+    _restore_settings(base, output)
     before, after = before or places_of(base), places_of(output)
     lost, dropped = names_lost(before, after, model), set[str]()
     if model.get_output_embeddings() is None:
@@ -487,6 +505,17 @@ def _in_file(parameter: str, name: str, model: "PreTrainedModel") -> bool:
     """Whether a parameter is that of a file's name: files may name a part without or under the model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return parameter == name or parameter.removeprefix(prefix) == name.removeprefix(prefix)
+
+
+def _restore_settings(base: Path, output: Path) -> None:
+    """Gives a saved config the settings of the model that was trained, in place of those of its training."""
+    config, before = read_json(output, _CONFIG), read_json(base, _CONFIG)
+    assert isinstance(config, dict) and isinstance(before, dict)
+    for part, known in ((config, before), (config.get("text_config"), before.get("text_config"))):
+        for name in _OF_TRAINERS if isinstance(part, dict) and isinstance(known, dict) else ():
+            part.pop(name, None)
+            part |= {name: known[name]} if name in known else {}
+    (output / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _forget_heads(output: Path, dropped: "set[str]") -> None:
@@ -535,6 +564,8 @@ def _full_model(
     if found:
         keep_layout(model)
         require_gradient(model)
+    if model.base_model is model and hasattr(model, "model"):  # Llama 4 names its backbone otherwise than its class says
+        model.base_model_prefix = "model"
     scale_by_row(model)
     see_by_row(model)
     if not getattr(model, "accepts_loss_kwargs", True):
@@ -625,6 +656,7 @@ def save_output(
             base.write(directory)
             whole = model.get_base_model()
             plain_config(whole).save_pretrained(directory)
+            _restore_settings(base_and_adapters(policy.path)[0], directory)
             if whole.can_generate():
                 whole.generation_config.save_pretrained(directory)
         require_adapter_loads(method, model, policy, ctx, directory, prompts)
