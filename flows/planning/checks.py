@@ -413,8 +413,18 @@ def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
         if drawn:
             yield f"dropout is drawn per micro batch ({', '.join(drawn)})"
     weight = config.get("router_aux_loss_coef")
-    if isinstance(weight, float) and weight and method.models[POLICY] != REWARD_HEAD:
+    has_experts = all(config.get(name, True) for name in ("num_experts", "num_local_experts", "is_moe"))
+    if isinstance(weight, float) and weight and has_experts and method.models[POLICY] != REWARD_HEAD:
         yield f"the routers' loss is one of each micro batch (router_aux_loss_coef={weight:g})"
+    jitter = [
+        f"{key}={rate:g}"
+        for key, rate in config.items()
+        if key.endswith("jitter_noise") and isinstance(rate, float) and rate
+    ]
+    if config.get("model_type") == "phimoe":
+        jitter.append("phimoe")
+    if jitter:
+        yield f"experts are drawn at random in training ({', '.join(jitter)})"
 
 
 def _disables_dropout(method: Training) -> bool:

@@ -276,6 +276,12 @@ def test_the_plan_says_where_micro_batches_change_the_model(tmp_path):
     assert list(batch_notes(load_pipeline([f"model={prob}"]))) == ["cpt", "sft"]
     mixture = write_model(tmp_path / "moe", model_type="mixtral", router_aux_loss_coef=0.02)
     assert set(batch_notes(load_pipeline([f"model={mixture}"]))) == {"cpt", "sft", "dpo"}
+    dense = write_model(
+        tmp_path / "dense", model_type="granitemoehybrid", router_aux_loss_coef=0.001, num_local_experts=0
+    )
+    assert batch_notes(load_pipeline([f"model={dense}"])) == {}
+    drawn = write_model(tmp_path / "drawn", model_type="phimoe", router_aux_loss_coef=0.0)
+    assert "experts are drawn at random in training" in batch_notes(load_pipeline([f"model={drawn}"]))["dpo"]
     notes = batch_notes(load_pipeline(["adapter=lora", "stages.dpo.method.adapter.dropout=0.1"]))
     assert list(notes) == ["dpo"] and "adapter.dropout=0.1" in notes["dpo"]
 
