@@ -87,6 +87,7 @@ _GENERATION = "generation_config.json"
 _CAPACITY = 1.2  # memory that a loaded model takes, of the size of its files
 _CONFIG = "config.json"
 _OF_TRAINERS = ("use_cache", "output_router_logits", "router_aux_loss_coef")  # they set these in a model's config
+_LOADED = "_posttrain_settings"  # an attribute: these, as the model was loaded
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -481,8 +482,8 @@ def save_whole(
         if unread
         else None
     )
+    _restore_settings(model)
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
-    _restore_settings(base, output)
     before, after = before or places_of(base), places_of(output)
     lost, dropped = names_lost(before, after, model), set[str]()
     if model.get_output_embeddings() is None:
@@ -507,15 +508,10 @@ def _in_file(parameter: str, name: str, model: "PreTrainedModel") -> bool:
     return parameter == name or parameter.removeprefix(prefix) == name.removeprefix(prefix)
 
 
-def _restore_settings(base: Path, output: Path) -> None:
-    """Gives a saved config the settings of the model that was trained, in place of those of its training."""
-    config, before = read_json(output, _CONFIG), read_json(base, _CONFIG)
-    assert isinstance(config, dict) and isinstance(before, dict)
-    for part, known in ((config, before), (config.get("text_config"), before.get("text_config"))):
-        for name in _OF_TRAINERS if isinstance(part, dict) and isinstance(known, dict) else ():
-            part.pop(name, None)
-            part |= {name: known[name]} if name in known else {}
-    (output / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def _restore_settings(model: "PreTrainedModel") -> None:
+    """Gives the config the settings that it was loaded with, in place of those of the training."""
+    for config, name, value in vars(model).get(_LOADED, ()):
+        setattr(config, name, value)
 
 
 def _forget_heads(output: Path, dropped: "set[str]") -> None:
@@ -564,8 +560,14 @@ def _full_model(
     if found:
         keep_layout(model)
         require_gradient(model)
-    if model.base_model is model and hasattr(model, "model"):  # Llama 4 names its backbone otherwise than its class says
+    if model.base_model is model and hasattr(
+        model, "model"
+    ):  # Llama 4 names its backbone otherwise than its class says
         model.base_model_prefix = "model"
+    configs = (model.config, model.config.get_text_config())
+    vars(model)[_LOADED] = [
+        (each, name, getattr(each, name)) for each in configs for name in _OF_TRAINERS if hasattr(each, name)
+    ]
     scale_by_row(model)
     see_by_row(model)
     if not getattr(model, "accepts_loss_kwargs", True):
@@ -655,8 +657,8 @@ def save_output(
         if alone:
             base.write(directory)
             whole = model.get_base_model()
+            _restore_settings(whole)
             plain_config(whole).save_pretrained(directory)
-            _restore_settings(base_and_adapters(policy.path)[0], directory)
             if whole.can_generate():
                 whole.generation_config.save_pretrained(directory)
         require_adapter_loads(method, model, policy, ctx, directory, prompts)
