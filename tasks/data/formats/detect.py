@@ -71,8 +71,7 @@ _OF_TEXT = _OF_SYSTEM | {"role"}  # a message of a tree, or of a conversation in
 _OF_CHAT = _OF_SYSTEM | {
     "tools", "functions", "label", "labels", "ktotag", "chosen", "rejected", "chosenresponse", "rejectedresponse",
     "rejectedmessages", "reasoningcontent", "thinking", "reasoning", "image", "images", "imageurl", "imagepath",
-    "lossmask", "responsemask", "responsemasks", "assistantmask", "assistantmasks", "completionmask", "trainmask",
-    "chattemplatekwargs",
+    "lossmask", "responsemask", "responsemasks", "assistantmask", "assistantmasks", "trainmask", "chattemplatekwargs",
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
