@@ -188,10 +188,12 @@ class Estimate:
     @property
     def basis(self) -> str:
         """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
-        most = "of other rows: time as of theirs, memory at most," if self.runs else "at most:"
-        longest = f", {most} all rows as long as max_length={self.features.max_length}" if self.at_most else ""
+        most = "of other rows: time as of theirs, memory of" if self.runs else ""
+        longest = (
+            f", {most} rows at most max_length={self.features.max_length}".replace("  ", " ") if self.at_most else ""
+        )
         if self.by_bytes:
-            longest = f", roughly: rows of some {self.features.row_tokens:.0f} tokens by their bytes"
+            longest = f", roughly {self.features.row_tokens:.0f} tokens a row"
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
@@ -229,7 +231,7 @@ class Scoring:
 
     @property
     def basis(self) -> str:
-        return "by formula; its last time" if self.seconds is not None else "by formula; time unknown before it has run"
+        return "by formula; its last time" if self.seconds is not None else "by formula; time unknown yet"
 
     def to_dict(self) -> dict[str, object]:
         """The value of ``estimate`` in ``plan --json``."""

@@ -182,12 +182,12 @@ def _estimate_table(plan: Plan, estimates: Mapping[str, Estimate], scorings: Map
         for memory, *rest in [_cells(in_all([each]))]
     ]
     if len(rows) > 1:
-        rows.append(("trainings (most GiB)", *_cells(in_all(list(estimates.values()))), ""))
+        rows.append(("all trainings", *_cells(in_all(list(estimates.values()))), ""))
     for name, each in scorings.items():
         time = "" if each.seconds is None else clock(each.seconds)
         memory = f"{each.memory / 2**30:.2f}{_limit(plan.stage(name), each.memory)}"
         rows.append((name, memory, "", time, "", "", "", each.basis))
-    columns = ("stage", "GiB per worker", "GiB on disk", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
+    columns = ("stage", "GiB/worker", "GiB disk", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
     shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
     for row in rows:

@@ -49,7 +49,7 @@ def test_columns_with_other_names_are_guessed_and_named_as_init_does(tmp_path):
     assert "instructions: the columns of qa.jsonl are a guess by their names: '" in done.stdout
     pasted = "sources.instructions.columns={prompt: question, completion: answer}"
     assert f"'{pasted}'" in done.stdout, done.stdout
-    assert re.search("^sft .* by formula, roughly: rows of some 39 tokens by their bytes$", done.stdout, re.M)
+    assert re.search("^sft .* by formula, roughly 39 tokens a row$", done.stdout, re.M)
     assert "a guess" not in Command(tmp_path)("plan", "pipeline=sft", "data=qa.jsonl", pasted).stdout
     done = Command(tmp_path)("plan", "pipeline=sft", "data=squad.jsonl")
     assert "method.prompt_template='{context} {question}'" in done.stdout, done.stdout

@@ -97,7 +97,7 @@ def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
     text = plan_table(plan, found)
     assert " EUR " in text
     assert "kWh" not in plan_table(demo(), estimates(demo()))  # a column that nothing fills
-    assert "trainings (most GiB)" in text
+    assert "all trainings" in text
     assert "by formula" in text
     document = plan_dict(plan, found)
     rows = {row["stage"]: row.get("estimate") for row in document["stages"]}
@@ -153,7 +153,7 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
     starts = features.passes * 4 * 0.002
     assert after.seconds == pytest.approx(10 + starts + (100 - starts) * after.features.flops / features.flops)
-    longest = "by formula, at most: all rows as long as max_length=128"
+    longest = "by formula, rows at most max_length=128"
     assert estimates(demo())["dpo"].basis == longest  # another method
     assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
 
@@ -163,7 +163,7 @@ def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_longest_row_is(
     found = estimates(demo())["sft"]
     assert (
         found.basis == "measured on 1 run, which missed its estimate by 100% in memory and 10% in time, "
-        "of other rows: time as of theirs, memory at most, all rows as long as max_length=128"
+        "of other rows: time as of theirs, memory of rows at most max_length=128"
     )
     assert found.least < 2**30 < found.memory and found.features.row_tokens == 64.0
 
@@ -484,7 +484,7 @@ def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, mon
     command = Command(tmp_path)
     table = command("plan")
     assert table.returncode == 0, table.stderr
-    assert "GiB per worker" in table.stdout
+    assert "GiB/worker" in table.stdout
     row = {row["stage"]: row for row in json.loads(command("plan", "--json").stdout)["stages"]}["cpt"]
     assert row["estimate"]["basis"] == "formula"
     monkeypatch.setattr(fit, "capacity", lambda resources: int(row["estimate"]["memory_gib"] * 2**30) - 1)
