@@ -283,11 +283,20 @@ class Pipeline:
             )
 
 
+_MOST_LISTED = 12
+
+
 def listed(word: object, names: Iterable[str]) -> str:
-    """``a, b, c; did you mean b?``: the names that there are, and the one that is similar to a word, if any."""
+    """``a, b, c; did you mean b?``: the names that there are, and the one that is similar to a word, if any.
+
+    Of many names those that are most similar, where one is.
+    """
     there = list(names)
     lower = {name.lower(): name for name in there}
     close = get_close_matches(str(word).lower(), lower, n=1, cutoff=0.5)
+    if close and len(there) > _MOST_LISTED:
+        near = get_close_matches(str(word).lower(), lower, n=_MOST_LISTED // 2, cutoff=0.0)
+        there = [*map(lower.__getitem__, near), f"and {len(there) - len(near)} more"]
     return f"{', '.join(there)}; did you mean {lower[close[0]]}?" if close else ", ".join(there)
 
 

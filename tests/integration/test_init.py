@@ -124,7 +124,7 @@ def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--from", "stf"], "--from stf: no such start; there are: qlora"),
+        (["--from", "stf"], "--from stf: no such start; there are: sft, "),
         (["--data", "nothing.jsonl"], "--data nothing.jsonl: no such file"),
         (["--model", "gpt2", "--data", "chats.jsonl"], "model=gpt2: no such model"),
         (["--model", "mine", "--data", "chats.jsonl"], "no config.json in it"),
