@@ -187,7 +187,7 @@ class Estimate:
 
     @property
     def basis(self) -> str:
-        """``measured on 2 runs, which missed their estimate by 5 % in memory and 12 % in time``, or ``by formula``."""
+        """``measured on 2 runs, estimates off by 5 % in memory, 12 % in time``, or ``by formula``."""
         most = "of other rows: time as of theirs, memory of" if self.runs else ""
         longest = (
             f", {most} rows at most max_length={self.features.max_length}".replace("  ", " ") if self.at_most else ""
@@ -198,11 +198,8 @@ class Estimate:
             longest += ", at least: one row at once"
         if not self.runs:
             return f"by formula{longest}"
-        plural, whose = ("run", "its") if self.runs == 1 else ("runs", "their")
-        error, off = self.error, ""
-        if error:
-            off = f", which missed {whose} estimate by {error[0]:.0%} in memory and {error[1]:.0%} in time"
-        return f"measured on {self.runs} {plural}{off}{longest}"
+        off = f", estimates off by {self.error[0]:.0%} in memory, {self.error[1]:.0%} in time" if self.error else ""
+        return f"measured on {counted(self.runs, 'run')}{off}{longest}"
 
     def to_dict(self) -> dict[str, object]:
         """The value of ``estimate`` in ``plan --json``."""

@@ -144,7 +144,7 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     before = estimates(demo())["sft"]
     features = remember(demo(), "sft", memory=2**30, seconds=100.0, row_tokens=64.0, is_cut=False)
     after = estimates(demo())["sft"]
-    assert after.basis == "measured on 1 run, which missed its estimate by 100% in memory and 10% in time"
+    assert after.basis == "measured on 1 run, estimates off by 100% in memory, 10% in time"
     named = {"basis": "measured", "runs": 1, "error": {"memory": 1.0, "seconds": pytest.approx(0.1)}}
     assert named.items() <= after.to_dict().items()
     assert after.memory == 2**30
@@ -162,7 +162,7 @@ def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_longest_row_is(
     remember(demo(), "sft", memory=2**31, seconds=100.0, row_tokens=64.0, is_cut=False, rows="others")
     found = estimates(demo())["sft"]
     assert (
-        found.basis == "measured on 1 run, which missed its estimate by 100% in memory and 10% in time, "
+        found.basis == "measured on 1 run, estimates off by 100% in memory, 10% in time, "
         "of other rows: time as of theirs, memory of rows at most max_length=128"
     )
     assert found.least < 2**30 < found.memory and found.features.row_tokens == 64.0
