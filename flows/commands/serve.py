@@ -1,16 +1,19 @@
 """``posttrain serve``."""
 
 import argparse
+import contextlib
 import os
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_allow_code, cli_args, count_of
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from flows.declare.pipeline import Pipeline
     from flows.prefect.deployments import Declared, Preset
@@ -32,6 +35,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from flows.prefect.address import configured_api_url
     from flows.prefect.deployments import Preset, deployable
     from flows.prefect.server import embedded_server
+    from lineage.store import create_store
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
@@ -41,8 +45,16 @@ def run_serve(options: argparse.Namespace) -> int:
     # Logs of a run go to its page; the server's own log stays on this screen.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
     os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "true")
-    log = store_root([word for word in preset.overrides if word.startswith("store=")]) / "logs" / "prefect-server.log"
-    with embedded_server(log, ui=True) as server:
+    store = store_root([word for word in preset.overrides if word.startswith("store=")])
+    pipelines = deployable(preset)
+    deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
+    with contextlib.ExitStack() as until_end:
+        if not options.watch_only:
+            stores = {each.name: each.pipeline.store if each.pipeline else store for each in pipelines}
+            until_end.enter_context(only_server_of({f"{name}/{options.name}": stores[name] for name in stores}))
+        if configured_api_url() is None:
+            create_store(store)  # it has the server's log, and `status` finds it before the first run
+        server = until_end.enter_context(embedded_server(store / "logs" / "prefect-server.log", ui=True))
         if server:
             server.wait_until_ready()
             print(
@@ -50,8 +62,6 @@ def run_serve(options: argparse.Namespace) -> int:
                 f"password in {server.profile})",
                 flush=True,
             )
-        pipelines = deployable(preset)
-        deployed = {f"{each.name}/{options.name}": each.pipeline for each in pipelines if each.pipeline}
         _close_dead(list(deployed.values()))
         if options.watch_only:
             from flows.prefect.triggers import watch_until_stopped
@@ -60,6 +70,39 @@ def run_serve(options: argparse.Namespace) -> int:
         else:
             _serve(preset, pipelines, deployed, options)
     return 0
+
+
+@contextlib.contextmanager
+def only_server_of(stores: "Mapping[str, Path]") -> "Iterator[None]":
+    """Locks deployments: Prefect has one of a name, and another process that served it would take its runs.
+
+    Servers that posttrain starts share the user's Prefect database. Of a server of the user's own, another machine's
+    ``serve`` is not seen.
+
+    Args:
+        stores: deployment -> store of its runs.
+
+    Raises:
+        ConfigError: another process on this machine serves one of them.
+    """
+    from flows.prefect.address import configured_api_url, own_auth, prefect_home
+    from lineage.filesystem.lock import Lock, owner
+
+    url = configured_api_url() or ""
+    database = "" if own_auth(url) else url.rstrip("/")
+    with contextlib.ExitStack() as held:
+        for name, store in stores.items():
+            lock = Lock(prefect_home() / "posttrain-served" / sha256(f"{database} {name}".encode()).hexdigest()[:16])
+            served = lock.directory / "served.txt"
+            if not lock.try_acquire():
+                found, where = owner(lock.directory), served.read_text() if served.exists() else "it is starting"
+                raise ConfigError(
+                    f"{name}: is already served by process {found.pid if found else 'unknown'} ({where}), which would "
+                    "take its runs; stop that process, or serve other names: posttrain serve --name NAME"
+                )
+            held.enter_context(lock.holding())
+            served.write_text(f"in {os.getcwd()}, store={store}")
+        yield
 
 
 def _close_dead(pipelines: "Sequence[Pipeline]") -> None:

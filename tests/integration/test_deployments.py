@@ -1,13 +1,16 @@
 """Which pipelines are deployed, with what overrides, schedule, automations and code; and `prefect.yaml`."""
 
+import os
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from flows.__main__ import main
+from flows.commands.serve import only_server_of
 from flows.prefect import deployed
 from flows.prefect.deployed import deployed_code
 from flows.prefect.deployments import VARIABLE, Declared, Preset, declared, declared_pipelines, deployable, render
@@ -128,6 +131,31 @@ def test_a_pipeline_that_only_lacks_a_value_is_served():
 def test_a_pipeline_that_is_not_there_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean cpt-sft-dpo-gated"):
         deployable(Preset(pipeline="cpt-sft-dpo-gatd"))
+
+
+@pytest.mark.parametrize("word", ["pipeline=sfft", "--config-dir=nowhere"])
+def test_what_cannot_be_served_is_refused_before_a_server_starts(word, monkeypatch):
+    monkeypatch.setattr("flows.prefect.server.EmbeddedServer.start", lambda _: pytest.fail("a server starts"))
+    assert main(["serve", word]) == 2
+    assert not Path("artifacts").exists()
+
+
+def test_a_deployment_that_another_process_serves_is_refused_with_its_store(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flows.prefect.server.EmbeddedServer.start", lambda _: pytest.fail("a server starts"))
+    for before, now in [("", ""), ("http://10.0.0.1:4200/api", "http://10.0.0.1:4200/api/")]:
+        monkeypatch.setenv("PREFECT_API_URL", before)
+        with only_server_of({"sft/local": tmp_path / "first", "dpo/local": tmp_path / "first"}):
+            monkeypatch.setenv("PREFECT_API_URL", now)
+            assert main(["serve", "pipeline=sft", "model=tiny", "store=second"]) == 2
+            where = f"(in {os.getcwd()}, store={tmp_path}/first)"
+            assert f"sft/local: is already served by process {os.getpid()} {where}" in (err := capsys.readouterr().err)
+            assert "--name NAME" in err
+            with only_server_of({"sft/other": tmp_path}):
+                monkeypatch.setenv("PREFECT_API_URL", "http://10.0.0.2:4200/api")
+                with only_server_of({"sft/local": tmp_path}):
+                    pass
+        with only_server_of({"sft/local": tmp_path}):
+            pass
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "many"])
