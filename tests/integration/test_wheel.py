@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,8 +87,7 @@ def test_doctor_names_a_package_of_our_names_in_site_packages_and_a_plan_uses_ou
         assert "a module of the user" in wheel(wheel.python, "-P", "-c", "import tasks", code=1).stderr
     finally:
         theirs[1].unlink()
-        theirs[0].unlink()
-        theirs[0].parent.rmdir()
+        shutil.rmtree(theirs[0].parent)  # with the byte code that Python may have written
 
 
 def test_each_command_starts(wheel: Wheel) -> None:
