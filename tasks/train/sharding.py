@@ -766,17 +766,25 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
 def to_zero(args: "TrainingArguments", *models: "Module | None") -> None:
     """Has ZeRO-3 divide models, weight by weight: what a worker has read of them are rows; nothing without ZeRO-3.
 
-    DeepSpeed itself would divide models that each worker holds whole.
+    DeepSpeed itself would divide models that each worker holds whole. Its linear layers forget a weight after the
+    forward pass: torch's keep a view of it for the backward pass, and with that all weights of the model.
     """
     if not isinstance(args.deepspeed, dict) or args.deepspeed["zero_optimization"]["stage"] != 3:
         return
     import deepspeed
     import torch
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import Init
+
+    class Linear(torch.nn.Linear):
+        def forward(self, inputs: "Tensor") -> "Tensor":
+            return cast("Tensor", zero3_linear_wrap(inputs, self.weight, self.bias))
 
     deepspeed.init_distributed(auto_mpi_discovery=False)  # the group of the workers: else it counts one
     zero, known = Init(config_dict_or_path=args.deepspeed), dict[int, torch.nn.Parameter]()  # tied weights are one
     for module in (module for model in models if model is not None for module in model.modules()):
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Linear
         for name, each in [*module._parameters.items()]:
             if each is None:
                 continue
