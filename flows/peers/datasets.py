@@ -143,6 +143,12 @@ def _turns(draft: Draft, where: str, column: str | None, tags: Mapping[str, obje
     return {ours: column} if column and column not in _OWN_TURNS.values() else {}
 
 
+_OWN_WORDS = {  # what types of axolotl write around rows, whatever the template
+    "alpaca": "Below is an instruction ... ### Instruction: ... ### Response:",
+    "alpaca_chat": "SYSTEM: Below is an instruction ... USER: ... ASSISTANT:",
+}
+
+
 def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
     known = (
         "alpaca", "chat_template", "completion", "sharegpt", "alpaca_chat", "chat_template.default", "chatml.intel",
@@ -156,6 +162,7 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
             kind = node.pop("type", None)
             if kind is not None and kind not in known and not str(kind).startswith("chat_template"):
                 draft.refuse(f"{where}.type", kind, f"{', '.join(known)} are read; name columns: sources.NAME.columns")
+            _written_as(draft, f"{where}.type", str(kind), node)
             files = node.pop("data_files", None)
             built_in = node.get("path") in ("json", "csv", "parquet", "text")
             source: Values = {"path": as_list(files)[0] if built_in and files else node["path"]}
@@ -176,6 +183,33 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
             draft.mapped[where] = f"sources.*.path={source['path']}"
     if flat.get("test_datasets") is not None:
         draft.refuse("test_datasets", flat.pop("test_datasets"), "val_set_size sets rows aside here")
+
+
+def _written_as(draft: Draft, where: str, kind: str, node: Values) -> None:
+    """What a type of rows writes around them: turns of a template that it names, or words of its own."""
+    family = kind.partition(".")[0]
+    if family in ("chatml", "llama3"):
+        _set_template(draft, where, family)
+    elif family == "sharegpt":
+        _set_template(draft, where, str(node.pop("conversation", "vicuna_v1.1")))
+    elif kind in _OWN_WORDS:
+        draft.skip(where, "each row is a prompt and its answer: differs, below")
+        draft.differs[f"{where}={kind}"] = (
+            f'a prompt is written there as "{_OWN_WORDS[kind]}", and here by the chat template of the model; to keep '
+            "the words: sources.base.chat_template=FILE.jinja, a template that writes them"
+        )
+
+
+def _set_template(draft: Draft, where: str, name: str) -> None:
+    """The template that rows name; of several, the first renders all."""
+    first, chosen = draft.template
+    if not first:
+        draft.template = where, name
+    elif chosen != name:
+        draft.skip(where, "one template renders all rows: differs, below")
+        draft.differs[f"{where}={name}"] = f"its rows are rendered by the template of {first}, {chosen}"
+    else:
+        draft.skip(where, f"it is the template of {first}")
 
 
 def _turns_of_axolotl(draft: Draft, where: str, node: Values) -> dict[str, str]:
@@ -207,7 +241,7 @@ def _skip_recognised(draft: Draft, where: str, node: Values) -> None:
             draft.skip(f"{where}.{name}", "each answer is trained, and the token that ends it")
             del node[name]
     if (template := node.pop("chat_template", None)) is not None:
-        draft.template = (f"{where}.chat_template", str(template))
+        _set_template(draft, f"{where}.chat_template", str(template))
     for name in ("field_thinking", "template_thinking_key"):
         if node.get(name) in THOUGHTS:
             draft.skip(f"{where}.{name}", "it is read, as the template takes it")

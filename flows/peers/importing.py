@@ -409,7 +409,9 @@ def _inside(draft: Draft, key: str, value: object) -> None:
 
 
 def _template(draft: Draft, key: str, value: object) -> None:
-    if not draft.template[0]:  # that of rows counts
+    if draft.template[0]:
+        draft.skip(key, f"the template of {draft.template[0]} counts")
+    else:
         draft.template = key, str(value)
 
 

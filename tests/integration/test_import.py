@@ -380,6 +380,12 @@ ROWS_OF = {
          {"method.images.trains": ("vision", "projector"), "method.images.language": "frozen"}),
         ("llamafactory", {"finetuning_type": "lora", "pissa_init": True, "recompute_granularity": "full"},
          {"method.adapter.init": "pissa", "resources.gradient_checkpointing": "on"}),
+        ("axolotl", {"datasets": [{"path": name, "type": f"chatml.{name}"} for name in ("intel", "ultra")]},
+         {"base.chat_template": "chatml"}),
+        ("axolotl", {"datasets": [{"path": "p", "type": "llama3.argilla"}, {"path": "q", "chat_template": "gemma"}]},
+         {"base.chat_template": "llama3"}),
+        ("axolotl", {"datasets": [{"path": "p", "type": "sharegpt", "conversation": "chatml"}]},
+         {"base.chat_template": "chatml"}),
         ("axolotl", {"cosine_min_lr_ratio": 1.0, "warmup_steps": 5},
          {"method.schedule.name": "constant_with_warmup", "method.schedule.min_learning_rate": None}),
     ],
@@ -391,6 +397,27 @@ def test_keys_of_public_configurations_are_mapped_or_not_needed(tmp_path, peer, 
         part, _, rest = path.partition(".")
         got = setting(found.rows[0] if part == "rows" else getattr(found, part), rest)
         assert (tuple(got) if isinstance(got, dict) else got) == value, path
+
+
+@pytest.mark.parametrize(
+    ("peer", "values", "differs"),
+    [
+        ("axolotl", {"datasets": [{"path": "p", "type": "alpaca"}]}, {
+            "datasets[0].type=alpaca": "written there as \"Below is an instruction ... ### Instruction"}),
+        ("axolotl", {"datasets": [{"path": "p", "type": "alpaca_chat"}], "chat_template": "chatml"}, {
+            "datasets[0].type=alpaca_chat": "USER: ... ASSISTANT:"}),
+        ("axolotl", {"datasets": [{"path": "p", "type": "sharegpt"}]}, {
+            "datasets[0].type=vicuna_v1.1": "there is no template of this name here"}),
+        ("axolotl", {"datasets": [{"path": name, "type": f"{name}.ultra"} for name in ("llama3", "chatml")]}, {
+            "datasets[1].type=chatml": "rendered by the template of datasets[0].type, llama3"}),
+        ("llamafactory", {"template": "alpaca"}, {"template=alpaca": "there is no template of this name here"}),
+        ("llamafactory", {"template": "llama3"}, {}),
+    ],
+)  # fmt: skip
+def test_words_around_rows_that_no_template_here_writes_are_named_as_differing(tmp_path, peer, values, differs):
+    found = convert(peer, {**ROWS_OF.get(peer, {}), **values}, workers=1, training="sft", folder=tmp_path)
+    assert found.differs.keys() == differs.keys()
+    assert all(what in found.differs[key] for key, what in differs.items())
 
 
 @pytest.mark.parametrize(
