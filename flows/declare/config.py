@@ -32,7 +32,7 @@ from flows.declare.operation import Operation
 from flows.declare.peer_names import problem, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
 from flows.declare.project import DATA_KEY, data_key, meant, quoted, require_global
-from lineage.artifact import SOURCE, Source
+from lineage.artifact import SOURCE, Kind, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
 from lineage.fingerprint import field_names
@@ -639,6 +639,11 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         config_dir=config_dir,
     )
     _refuse_unread_sources(pipeline, overrides, config_dir)
+    if root.gate.approval == "required" and all(each.method.produces != Kind.VERDICT for each in stages.values()):
+        raise ConfigError(
+            f"gate.approval=required: {root.name} has no gate that could ask for approval; leave it out, or add a gate "
+            "as pipeline=cpt-sft-dpo-gated does"
+        )
     return pipeline
 
 

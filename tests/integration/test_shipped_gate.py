@@ -193,6 +193,8 @@ def test_a_gate_has_rules_and_the_approval_of_the_root_unless_it_states_its_own(
     assert recipe()["approval"] == "none"
     assert recipe("gate.approval=required")["approval"] == "required"
     assert recipe("gate.approval=required", "stages.gate.method.approval=none")["approval"] == "none"
+    with pytest.raises(ConfigError, match=r"gate\.approval=required: cpt-sft-dpo has no gate"):
+        load_pipeline(["model=tiny", "gate.approval=required"])
 
 
 def test_the_commands_of_the_page_compose() -> None:
