@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, recorded_cli_args
 from lineage.filesystem.files import local_path
+from posttrain import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lineage.record.certificate import Comparison
 
 CANARY = Path("canary.json")
+SHIPPED = Path(ROOT) / CANARY  # a record with the versions of requirements.lock; in a wheel too
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
@@ -121,7 +123,10 @@ def add_canary(parser: argparse.ArgumentParser) -> None:
     )
     record.set_defaults(command=run_canary_record)
     check = actions.add_parser("check", help="run them again, and name what changed", allow_abbrev=False)
-    check.add_argument("file", type=local_path, nargs="?", default=CANARY, metavar="FILE", help=f"default: {CANARY}")
+    check.add_argument(
+        "file", type=local_path, nargs="?", metavar="FILE",
+        help=f"default: {CANARY} of this folder, else the record that posttrain ships",
+    )  # fmt: skip
     check.add_argument(
         "--isolate", action="store_true", help="name the package that changed results, by environments of uv"
     )
@@ -152,12 +157,13 @@ def run_canary_check(options: argparse.Namespace) -> int:
     """Returns 0 if all results are equal or within noise, else 3."""
     from flows.operate.canary import check, read
 
-    found = check(read(options.file), options.only, where=options.file, isolates=options.isolate)
+    file = options.file or (CANARY if CANARY.exists() else SHIPPED)
+    found = check(read(file), options.only, where=file, isolates=options.isolate)
     if options.json:
-        document = {"file": str(options.file), "same_machine": found.same_machine, "beyond": found.beyond}
+        document = {"file": str(file), "same_machine": found.same_machine, "beyond": found.beyond}
         print(json.dumps({**document, **asdict(found)}, indent=2))
     else:
-        print(_checked_text(found))
+        print(f"compared with {file}\n{_checked_text(found)}")
     return 3 if found.beyond else 0
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -42,8 +43,8 @@ from posttrain import PACKAGES, ROOT
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
 
-_CHECKOUT = Path(__file__).parents[2]
-_INSTALL = "pip install --requirement requirements.lock"
+LOCK = Path(ROOT) / "requirements.lock"  # in a wheel too
+_INSTALL = f"pip install --requirement {shlex.quote(str(LOCK))}"
 _GIB = 2**30
 _TIMEOUT_SECONDS = 10.0
 _CLUSTER_SECONDS = 60.0  # joining a cluster takes seconds
@@ -134,11 +135,10 @@ def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
     requires["posttrain"] = [each for each in requires["posttrain"] if "extra ==" not in each]
     requires["posttrain"].append(f"python{found['posttrain'].metadata['Requires-Python']}")
     with contextlib.suppress(OSError):
-        project = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((Path(ROOT) / "pyproject.toml").read_text())["project"]
         requires["posttrain"] = [*project["dependencies"], f"python{project['requires-python']}"]
-    lock = _CHECKOUT / "requirements.lock"
     versions = {name: each.version for name, each in found.items()} | {"python": platform.python_version()}
-    return versions, requires, lock.read_text() if lock.exists() else ""
+    return versions, requires, LOCK.read_text() if LOCK.exists() else ""
 
 
 def check_names(path: Sequence[str]) -> Finding:

@@ -96,6 +96,11 @@ def test_recipes_run_again_are_equal_to_the_bit(recorded: Path, capsys: pytest.C
     assert out.rstrip().endswith("nothing beyond noise")
 
 
+def test_without_a_record_in_the_folder_the_shipped_one_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["canary", "check", "--only", "merge"]) in (0, 3)
+    assert capsys.readouterr().out.startswith(f"compared with {OWN}\n")
+
+
 def test_a_loss_of_a_thousandth_more_is_beyond_noise(
     recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

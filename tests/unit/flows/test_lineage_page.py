@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from flows.commands.rehearse import SHIPPED
+from flows.operate.doctor import LOCK
 from flows.reports.page import WIDTH, draw, layout, render
 from lineage.graph.ancestry import Edge
 from tests.drawn_graphs import Page, graph_of, hostile, small, source, stage
@@ -79,7 +81,7 @@ def test_long_text_is_cut_and_told_in_full_to_who_points_at_it():
     assert name[0].text == "n" * 500
 
 
-def test_the_files_beside_the_module_are_ascii_and_packaged():
+def test_the_files_beside_the_modules_are_ascii_and_packaged():
     folder = Path(render.__code__.co_filename).parent
     builder = WheelBuilder(str(folder.parents[1]))
     with builder.config.set_build_data(
@@ -89,6 +91,7 @@ def test_the_files_beside_the_module_are_ascii_and_packaged():
     for name in (f"{page}.{suffix}" for page in ("page", "model") for suffix in ("html", "css", "js")):
         assert (folder / name).read_text().isascii()
         assert f"posttrain/flows/reports/{name}" in packaged
+    assert {f"posttrain/{each.name}" for each in (LOCK, SHIPPED)} <= packaged and LOCK.is_file() and SHIPPED.is_file()
 
 
 def chain_of(count: int) -> list[Edge]:
