@@ -159,22 +159,30 @@ GROUPS: Mapping[str, str] = {
     "take away": "export serve-model promote rollback",
     "operate": "serve cancel rehearse certify canary verify gc rebuild stage steps replay import",
 }
+_TRAINS = "train fit finetune fine-tune launch start"
 # Commands of other tools, and what does it here.
 _HABITS = (
-    ("train fit finetune fine-tune launch start", "posttrain run pipeline=sft model=owner/name data=chats.jsonl"),
+    (_TRAINS, "posttrain run pipeline=sft model=owner/name data=chats.jsonl"),
     ("sft cpt dpo kto grpo reward", "posttrain run pipeline={0} model=owner/name data=FILE"),
     ("rm pretrain pt", "posttrain run pipeline=reward, or pipeline=cpt"),
     ("eval evaluate bench benchmark", "posttrain run, in whose pipeline the stage evaluate measures the models"),
     ("generate infer inference predict", 'posttrain chat REF, and for scripts: posttrain chat REF --once "..."'),
     ("webui board dashboard", "posttrain ui, which shows the store, or posttrain serve, which starts runs"),
     ("webchat", "posttrain chat REF, and behind a page of yours: posttrain serve-model REF"),
+    ("api vllm-serve", "posttrain serve-model REF, which answers as OpenAI's API does"),
+    ("sweep", "posttrain run --multirun with several values of a setting: stages.sft.method.learning_rate=1e-5,1e-4"),
+    ("compare", "posttrain diff REF REF"),
+    ("quantize", "posttrain export gguf REF --type q8_0"),
     ("merge merge-lora merge_lora", "posttrain export merged REF, or a stage of conf/stage/merge.yaml in the pipeline"),
     ("env info version", "posttrain doctor, or posttrain --version"),
     ("help", "posttrain plan --help, and of all commands posttrain --help"),
     ("dry-run check validate show", "posttrain plan"),
     ("list ls ps runs", "posttrain status"),
     ("stop kill", "posttrain cancel latest"),
-    ("preprocess tokenize inspect stats", "posttrain data chats.jsonl model=owner/name"),
+    (
+        "preprocess tokenize inspect stats",
+        "posttrain data chats.jsonl model=owner/name, and of a pipeline: posttrain plan",
+    ),
     ("repro resume", "posttrain run, the same as before: what is finished is reused, and the rest resumes"),
 )
 HABITS: Mapping[str, str] = {word: answer for words, answer in _HABITS for word in words.split()}
@@ -201,7 +209,7 @@ _INNER = (
 def no_command(word: str, arguments: Sequence[str], commands: Sequence[str]) -> ConfigError:
     """The answer to a command that does not exist."""
     file = next((each for each in arguments[1:] if each.endswith((".yaml", ".yml"))), None)
-    if word in HABITS and file:
+    if word in _TRAINS.split() and file:
         return ConfigError(
             f"{word}: no command of posttrain; here it is: posttrain run {file}, of another trainer's file first: "
             f"posttrain import llamafactory {file} (or axolotl, trl, oumi)"

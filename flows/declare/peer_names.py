@@ -256,6 +256,34 @@ FIELDS: Mapping[str, str] = {
         "profiler",
     ),
     **_each(
+        "nothing: held-out rows are measured in a training, and models by the stage evaluate", "",
+        "eval_max_new_tokens eval_table_size eval_table_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics "
+        "do_bench_eval bench_dataset bench_split lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model "
+        "eval_on_each_dataset compute_accuracy eval_sequence_len",
+    ),
+    **_each(
+        "nothing: a training of rows generates no text", "",
+        "do_sample num_beams eval_num_beams length_penalty skip_special_tokens infer_backend infer_dtype use_kv_cache "
+        "vllm_maxlen vllm_max_lora_rank vllm_config",
+    ),
+    **_each(
+        "nothing: the record has speeds, memory and messages", "",
+        "use_tensorboard use_otel_metrics otel_metrics_host otel_metrics_port print_param_status badam_verbose "
+        "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps "
+        "profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules "
+        "profiler_steps profiler_steps_start",
+    ),
+    **_each(
+        "nothing: rows are read once, and kept as they are prepared", "",
+        "streaming buffer_size preprocessing_batch_size data_shared_file_system dataset_keep_in_memory cache_dir "
+        "num_dataset_shards_to_save push_dataset_to_hub pretrain_multipack_buffer_size",
+    ),
+    **_each(
+        "nothing: packs are filled best fit, and rows of a pack do not see each other", "",
+        "sample_packing_group_size sample_packing_bin_size sample_packing_mp_start_method multipack_real_batches "
+        "batch_flattening pretrain_multipack_attn",
+    ),
+    **_each(
         "nothing: it changes no model",
         "dataloader_pin_memory dataloader_persistent_workers ddp_timeout ddp_find_unused_parameters",
         "low_cpu_mem_usage local_rank lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
@@ -264,7 +292,14 @@ FIELDS: Mapping[str, str] = {
         "gemma4_hybrid_attn_impl experts_implementation llama4_linearized_experts activation_offloading tiled_mlp "
         "flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_rms_norm flash_attn_fuse_qkv flex_attn_compile_kwargs "
         "cut_cross_entropy device_map experimental_skip_move_to_device streaming_multipack_buffer_size "
-        "fp8_backend fp8_enable_fsdp_float8_all_gather shard_for_eval",
+        "fp8_backend fp8_enable_fsdp_float8_all_gather shard_for_eval use_unsloth use_unsloth_gc use_v1_kernels "
+        "offload_folder ms_hub_token om_hub_token gc_steps gc_collect_steps ddp device use_ray deepcompile "
+        "torch_compile_mode torch_compile_backend layer_offloading selective_checkpointing chunked_cross_entropy "
+        "chunked_cross_entropy_num_chunks lora_embedding_kernel tiled_mlp_num_shards tiled_mlp_use_original_mlp "
+        "flash_optimum liger_swiglu liger_cross_entropy dpo_use_liger_kernel dpo_padding_free moe_grouped_gemm "
+        "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
+        "overlap_param_gather overlap_grad_reduce bias_activation_fusion apply_rope_fusion use_distributed_optimizer "
+        "fix_untrained_tokens_device",
         "dataloader_main_process_only nccl_default_timeout_minutes num_processes",
     ),
 }  # fmt: skip

@@ -4,7 +4,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import yaml
@@ -121,11 +121,24 @@ _PEERS = {
     "oumi": {"model.model_name", "training.trainer_type"},
     "trl": {"model_name_or_path", "dataset_name", "per_device_train_batch_size"},
 }
+_OF_SEVERAL = {"do_train", "datasets", "model_name_or_path", "per_device_train_batch_size"}
+
+
+def other_peer(keys: Set[str], peer: str) -> tuple[str, list[str]]:
+    """The peer whose configuration has such keys where it is none of ``peer``, and those keys; empty: none."""
+    found = {name: sorted((its - _OF_SEVERAL) & keys) for name, its in _PEERS.items()}
+    other = "" if found[peer] else next((name for name, its in found.items() if its), "")
+    return other, found.get(other, [])
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a pipeline of this name comes with the package."""
+    return (_SHIPPED / "pipeline" / f"{name}.yaml").is_file()
 
 
 def meant(arg: str) -> str:
     """The override that an argument without a key may stand for, as a question; empty: none."""
-    key = "pipeline" if (_SHIPPED / "pipeline" / f"{arg}.yaml").is_file() else DATA_KEY if Path(arg).is_file() else ""
+    key = "pipeline" if is_shipped(arg) else DATA_KEY if Path(arg).is_file() else ""
     return f"did you mean {key}={arg}? " if key else ""
 
 

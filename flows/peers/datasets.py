@@ -90,6 +90,51 @@ def as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
+SAYS = {"llamafactory": "stage", "axolotl": "rl", "trl": "trainer", "oumi": "trainer_type"}  # the key of the training
+_OUMI = {"trl_sft": "sft", "trl_dpo": "dpo", "trl_kto": "kto", "trl_grpo": "grpo", "hf": "sft", "oumi": "sft"}
+_AXOLOTL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo"}
+_FACTORY = {"pt": "cpt", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
+
+
+def training_of(peer: str, flat: Values, named: str | None) -> str:
+    """The training that a file is of; the keys that only say so are taken out of it."""
+    key = SAYS[peer]
+    found = str(flat.pop(key) if key != "rl" else flat.get(key, None)).lower() if key in flat else ""
+    if peer == "llamafactory":
+        if "export_dir" in flat and not found:
+            raise ConfigError(
+                "export_dir: the file is an export, and trains nothing; of a model of the store: posttrain export "
+                "merged REF --out DIRECTORY"
+            )
+        if "infer_backend" in flat and not found and not named:
+            raise ConfigError(
+                "infer_backend: the file trains nothing; a model of the store answers by posttrain chat REF and "
+                "posttrain serve-model REF"
+            )
+        stage = _FACTORY.get(found)
+        loss = str(flat.get("pref_loss", ""))
+        if stage == "dpo" and loss in ("orpo", "simpo"):
+            stage = loss
+            flat.pop("pref_loss")
+    elif peer == "axolotl":
+        kinds = [str(each.get("type")) for each in as_list(flat.get("datasets")) if isinstance(each, dict)]
+        stage = _AXOLOTL.get(found) if found not in ("", "none") else "cpt" if "completion" in kinds else "sft"
+        stage = "cpt" if flat.get("pretraining_dataset") else stage
+        if flat.pop("reward_model", None):
+            stage = "reward"
+        if stage and found != "ipo":
+            flat.pop("rl", None)
+    else:
+        stage = _OUMI.get(found) if peer == "oumi" else found or None
+    stage = named or stage
+    if stage not in STAGES:
+        raise ConfigError(
+            f"{key}={found or 'null'}: the training is unknown; accepted: {', '.join(STAGES)}; say which: "
+            "--training sft"
+        )
+    return stage
+
+
 def _of_factory(draft: Draft, flat: Values, folder: Path) -> None:
     """The files of LLaMA-Factory's named data, by its ``dataset_info.json``."""
     names = [

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
-from flows.declare.project import without_project
+from flows.declare.project import is_shipped, other_peer, without_project
 from flows.peers.datasets import (
     NO_PAD,
     READERS,
+    SAYS,
     STAGES,
     Draft,
     Values,
@@ -41,6 +42,7 @@ from flows.peers.datasets import (
     set_special_tokens,
     set_weights,
     slug,
+    training_of,
 )
 from flows.reports.wording import on_screen, relative
 from lineage.errors import ConfigError
@@ -80,8 +82,9 @@ TRL_DEFAULTS: Mapping[str, Values] = {
 }  # fmt: skip
 # Names that replace each other: where a file has one, the defaults of the others do not apply.
 _INSTEAD = (
-    ("num_train_epochs", "num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio", "warmup"),
-    ("bf16", "fp16", "mixed_precision_dtype"), ("optim", "optimizer"), ("lr_scheduler", "lr_scheduler_type"),
+    ("num_train_epochs", "max_steps"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio", "warmup"),
+    ("bf16", "fp16", "mixed_precision_dtype"), ("max_length", "max_seq_length"),
+    ("disable_gradient_checkpointing", "gradient_checkpointing", "recompute_granularity"),
 )  # fmt: skip
 _OURS = (  # the same name here
     "num_epochs", "learning_rate", "seed", "max_length", "beta", "label_smoothing", "neftune_alpha", "num_generations",
@@ -613,7 +616,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     if isinstance(named := flat.get("deepspeed"), str):
         files = [place for place in (Path(named), folder / named) if place.is_file()]
         flat["deepspeed"] = read_values(peer, files[0]) if files else named
-    stage = _training(peer, flat, training)
+    stage = training_of(peer, flat, training)
     draft = Draft(peer=peer, stage=stage, workers=workers)
     READERS[peer](draft, flat, folder)
     assumed = {**DEFAULTS[peer], **(TRL_DEFAULTS.get(stage, {}) if peer == "trl" else {})}
@@ -625,10 +628,19 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
         _one(draft, key, value)
     draft.assumed = {key for key in assumed if flat.get(key) is None}
+    theirs = {ours: key for key, ours in _places(draft).items() if key in draft.assumed}
+    for key, ours in _places(draft).items():
+        is_other = key in flat and key not in draft.assumed and "=" not in FIELDS.get(key, "")
+        if ours in theirs and is_other:
+            draft.refuse(key, number(flat[key]), f"{_TITLES[peer]} name of it is {theirs[ours]}")
     for key in (key for key, value in flat.items() if value is None):
         draft.skip(key, "it has no value")
     _finish(draft)
     return draft
+
+
+def _places(draft: Draft) -> dict[str, str]:
+    return {key: ours.partition("=")[0] for key, ours in draft.mapped.items()}
 
 
 def _turned_off(key: str, value: object) -> tuple[str, object]:
@@ -674,40 +686,6 @@ def _one(draft: Draft, key: str, value: object) -> None:
             else f"it is unknown{f'; did you mean {close[0]}?' if close else ''}"
         )
         draft.refuse(key, value, hint)
-
-
-_OUMI = {"trl_sft": "sft", "trl_dpo": "dpo", "trl_kto": "kto", "trl_grpo": "grpo", "hf": "sft", "oumi": "sft"}
-_AXOLOTL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo"}
-_FACTORY = {"pt": "cpt", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
-
-
-def _training(peer: str, flat: Values, named: str | None) -> str:
-    """The training that a file is of; the keys that only say so are taken out of it."""
-    key = {"llamafactory": "stage", "axolotl": "rl", "trl": "trainer", "oumi": "trainer_type"}[peer]
-    found = str(flat.pop(key) if key != "rl" else flat.get(key, None)).lower() if key in flat else ""
-    if peer == "llamafactory":
-        stage = _FACTORY.get(found)
-        loss = str(flat.get("pref_loss", ""))
-        if stage == "dpo" and loss in ("orpo", "simpo"):
-            stage = loss
-            flat.pop("pref_loss")
-    elif peer == "axolotl":
-        kinds = [str(each.get("type")) for each in as_list(flat.get("datasets")) if isinstance(each, dict)]
-        stage = _AXOLOTL.get(found) if found not in ("", "none") else "cpt" if "completion" in kinds else "sft"
-        stage = "cpt" if flat.get("pretraining_dataset") else stage
-        if flat.pop("reward_model", None):
-            stage = "reward"
-        if stage and found != "ipo":
-            flat.pop("rl", None)
-    else:
-        stage = _OUMI.get(found) if peer == "oumi" else found or None
-    stage = named or stage
-    if stage not in STAGES:
-        raise ConfigError(
-            f"{key}={found or 'null'}: the training is unknown; accepted: {', '.join(STAGES)}; say which: "
-            "--training sft"
-        )
-    return stage
 
 
 def _finish(draft: Draft) -> None:
@@ -822,11 +800,34 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _require_own(peer: str, file: Path, values: Values) -> None:
+    """Requires that a file is a configuration of the peer that is named."""
+    if {"pipeline", "stages"} & values.keys():
+        raise ConfigError(f"{file}: is no configuration of {peer}, but of posttrain: posttrain plan {file}")
+    inside = {f"{key}.{each}" for key, node in values.items() if isinstance(node, dict) for each in node}
+    other, theirs = other_peer({*values, *inside}, peer)
+    if other and SAYS[peer] not in values:
+        command = f"posttrain import {other} {shlex.quote(str(file))}"
+        raise ConfigError(f"{file}: is a configuration of {other}, with {', '.join(theirs)}: {command}")
+
+
+def _place(options: argparse.Namespace) -> tuple[Path, str]:
+    """The file that is written, and what to say where its name is not that of the peer's file."""
+    name = slug((options.out or options.file).stem)
+    other = f"{options.peer}-{name}.yaml"
+    if options.out and is_shipped(name):
+        other = str(options.out.with_name(other))
+        raise ConfigError(f"{options.out}: posttrain ships a pipeline {name} too; give another name: --out {other}")
+    folder = Path("conf") / "pipeline"
+    if is_shipped(name):
+        return folder / other, f"  (posttrain ships a pipeline {name} too)"
+    return options.out or folder / f"{name}.yaml", ""
+
+
 def run_import(options: argparse.Namespace) -> int:
     file = options.file
     values = read_values(options.peer, file)
-    if {"pipeline", "stages"} & values.keys():
-        raise ConfigError(f"{file}: is no configuration of {options.peer}, but of posttrain: posttrain plan {file}")
+    _require_own(options.peer, file, values)
     left_out = [key for key in options.leave_out if values.pop(key, None) is not None]
     overrides = without_project(options.overrides)
     fields = [each for each in overrides if "." in each.partition("=")[0]]
@@ -838,7 +839,7 @@ def run_import(options: argparse.Namespace) -> int:
             f"{file}: {len(refused)} keys have no place here:{lines}\n  change them in the file, or accept that "
             f"they are lost: {' '.join(f'--leave-out {key}' for key in refused)}"
         )
-    out = options.out or Path("conf") / "pipeline" / f"{slug(file.stem)}.yaml"
+    out, renamed = _place(options)
     name = slug(out.stem)
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     differs = [f"{key}: {how}" for key, how in draft.differs.items()]
@@ -865,7 +866,7 @@ def run_import(options: argparse.Namespace) -> int:
         for key, what in found.items():
             origin = f"  ({_TITLES[options.peer]} default)" if key in draft.assumed else ""
             print(on_screen(f"  {key:<{width}}  {what}{origin}"))
-    print(f"wrote {relative(out)}")
+    print(f"wrote {relative(out)}{renamed}")
     unread = [f"of the hub, which the plan reads and import does not: {', '.join(of_hub)}"] if of_hub else []
     for each in (*(f"differs: {each}" for each in differs), *unread, *(f"mend before a plan: {e}" for e in to_mend)):
         print(on_screen(each))

@@ -290,6 +290,9 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
 @pytest.mark.parametrize(
     ("peer", "change", "reported"),
     [
+        ("llamafactory", SFT + "lr: 1e-4\n", "lr=0.0001: LLaMA-Factory's name of it is learning_rate"),
+        ("llamafactory", SFT + "num_epochs: 3\n", "num_epochs=3: LLaMA-Factory's name of it is num_train_epochs"),
+        ("axolotl", CHATS + "optim: adamw\nepochs: 2\n", "optim=\"adamw\": axolotl's name of it is optimizer"),
         ("llamafactory", "stage: ppo\n", "stage=ppo: the training is unknown"),
         ("llamafactory", "stage: sft\ndataset: nowhere\n", "dataset_info.json has no such name"),
         ("llamafactory", SFT + "train_on_prompt: true\n", "train_on_prompt=true: the answers alone get loss here"),
@@ -314,6 +317,33 @@ def test_what_cannot_be_imported_ends_with_2(folder, peer, change, reported):
     ran = imported(folder, peer, "wrong.yaml", start + change)
     assert ran.returncode == 2 and reported in ran.stderr, ran.stderr
     assert not (folder / "conf" / "pipeline" / "wrong.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("peer", "text", "reported"),
+    [
+        ("llamafactory", AXOLOTL + CHATS, "of axolotl, with base_model: posttrain import axolotl other.yml"),
+        ("axolotl", FACTORY + PAIRS, "of llamafactory, with dataset_dir, template: posttrain import llamafactory o"),
+        ("trl", FACTORY + SFT, "posttrain import llamafactory other.yml"),
+        ("axolotl", OUMI, "is a configuration of oumi, with model.model_name: posttrain import oumi other.yml"),
+        ("axolotl", "model_name_or_path: m\ndataset_name: r\n", "posttrain import trl other.yml"),
+        ("llamafactory", "model_name_or_path: m\nadapter_name_or_path: a\ntemplate: qwen\nexport_dir: out\n",
+         "export_dir: the file is an export, and trains nothing; of a model of the store: posttrain export merged REF"),
+        ("llamafactory", "model_name_or_path: m\ntemplate: qwen\ninfer_backend: huggingface\n", "posttrain chat REF"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_peer_or_of_no_training_gets_its_own_command(tmp_path, peer, text, reported):
+    ran = imported(tmp_path, peer, "other.yml", text)
+    assert ran.returncode == 2 and reported in ran.stderr and "--training" not in ran.stderr, ran.stderr
+
+
+def test_a_file_with_the_name_of_a_pipeline_that_is_shipped_gets_another(folder):
+    peer, text, *_ = EXAMPLES["axolotl_dpo"]
+    ran = imported(folder, peer, "dpo.yml", text)
+    assert ran.returncode == 0, ran.stderr
+    assert "wrote conf/pipeline/axolotl-dpo.yaml  (posttrain ships a pipeline dpo too)\n" in ran.stdout
+    ran = imported(folder, peer, "dpo.yml", text, "--out", "conf/pipeline/sft.yaml")
+    assert ran.returncode == 2 and "give another name: --out conf/pipeline/axolotl-sft.yaml" in ran.stderr
 
 
 ROWS_OF = {
@@ -384,6 +414,8 @@ ROWS_OF = {
          {"base.chat_template": "chatml"}),
         ("axolotl", {"datasets": [{"path": "p", "type": "llama3.argilla"}, {"path": "q", "chat_template": "gemma"}]},
          {"base.chat_template": "llama3"}),
+        ("axolotl", {"eval_max_new_tokens": 128, "eval_table_size": 0, "use_tensorboard": True, "streaming": False},
+         {"method.packing": None}),
         ("axolotl", {"datasets": [{"path": "p", "type": "sharegpt", "conversation": "chatml"}]},
          {"base.chat_template": "chatml"}),
         ("axolotl", {"cosine_min_lr_ratio": 1.0, "warmup_steps": 5},
