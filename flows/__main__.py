@@ -162,7 +162,8 @@ def _run(arguments: Sequence[str]) -> int:
         if "overrides" in options:
             _name_first(options, is_optional=arguments[0] in (*_WITHOUT_REF, "gate-check"))
             read_project(options)
-        _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
+        if arguments[0] != "init":  # whose --data may name one source for several files
+            _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 
 

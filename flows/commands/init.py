@@ -20,7 +20,7 @@ from flows.declare.pipeline import listed
 from flows.declare.project import PROJECT, data_sources
 from flows.declare.store_root import CONFIG
 from flows.reports.wording import on_screen, relative
-from lineage.artifact import Kind
+from lineage.artifact import SOURCE, Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.files import local_path
 from lineage.source.source_checks import is_hub_id
@@ -71,6 +71,7 @@ class _Looked:
 
     Args:
         path: as the project names it.
+        name: of the source that it shall be; empty: by its kind.
         kind: None: unknown, as of a hub data set.
         lines: what was found.
         overrides: of ``posttrain data``, by which it is read: those given, and ``guessed``.
@@ -78,6 +79,7 @@ class _Looked:
     """
 
     path: str
+    name: str
     kind: Kind | None
     lines: Sequence[str] = ()
     overrides: Sequence[str] = ()
@@ -120,7 +122,7 @@ def run_init(options: argparse.Namespace) -> int:
         )
     overrides = [word for word in options.data if _is_override(word)]
     files = [word for word in options.data if word not in overrides]
-    looked = {name: _look(path, overrides, folder) for name, path in _named(files)}
+    looked = [_look(name, path, overrides, folder, options.start) for name, path in map(_named, files)]
     settings = _settings(options.start, options.model and _from(options.model, folder), looked)
     settings |= {"adapter": options.adapter} if options.adapter else {}
     settings |= {"resources": "gpu"} if _gpus() and not _has_place(settings) else {}
@@ -138,7 +140,7 @@ def run_init(options: argparse.Namespace) -> int:
     guesses = [
         f"{each.path} is read with {' '.join(each.guessed)}, a guess by the names of its columns, which {PROJECT} has; "
         "check the columns above, and change it there"
-        for each in looked.values() if each.guessed
+        for each in looked if each.guessed
     ]  # fmt: skip
     toy = [_TOY] if settings["model"] == "tiny" else []
     for line in [*guesses, *toy, *filter(None, (each.short for each in recipes)), *([why] if why else [])]:
@@ -174,11 +176,10 @@ def _is_override(word: str) -> bool:
     return bool(is_set) and key.partition(".")[0] in {*OF_SOURCES, *OF_STAGES} and not local_paths(word)
 
 
-def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``NAME=FILE`` or a file: its position."""
-    for position, word in enumerate(data):
-        name, is_named, path = word.partition("=")
-        yield (name, path) if is_named and name.isidentifier() and not local_paths(word) else (str(position), word)
+def _named(word: str) -> tuple[str, str]:
+    """The name and the path of ``NAME=FILE``; of a file an empty name."""
+    name, is_named, path = word.partition("=")
+    return (name, path) if is_named and name.isidentifier() and not local_paths(word) else ("", word)
 
 
 def _from(path: str, folder: Path) -> str:
@@ -187,14 +188,14 @@ def _from(path: str, folder: Path) -> str:
     return os.path.relpath(path, folder) if is_relative else path
 
 
-def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
+def _look(name: str, path: str, overrides: Sequence[str], folder: Path, start: str | None) -> _Looked:
     """Reads rows as a data stage would, and prints what is found; rows of the hub are read by the run alone."""
     if not local_paths(path):
         if "/" not in path and ":" not in path:
             raise ConfigError(f"--data {path}: no such file; a file, a folder, a glob, a URL or a hub id is accepted")
-        return _Looked(path=path, kind=None, overrides=overrides)
+        return _Looked(path=path, name=name, kind=None, overrides=overrides)
     with TemporaryDirectory(prefix="posttrain-init-") as directory:
-        found, guesses = examined([path, *overrides], Path(directory))
+        found, guesses = examined([path, *overrides, *_wanted(name, start)], Path(directory))
         added = [word for guess in guesses.values() for word in guess.overrides]
         overrides = [*overrides, *added]
         rows, total = found.bad_rows()
@@ -217,14 +218,14 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
     (source,) = found.report.sources.values()
     columns = ", ".join(source.mapping)
     return _Looked(
-        path=_from(path, folder), kind=found.kind,
+        path=_from(path, folder), name=name, kind=found.kind,
         lines=[f"{path}: {source.format} ({columns}), {counts}"],
         overrides=overrides, guessed=added,
     )  # fmt: skip
 
 
-def _settings(start: str | None, model: str | None, looked: Mapping[str, _Looked]) -> dict[str, str]:
-    kinds = {each.kind for each in looked.values() if each.kind}
+def _settings(start: str | None, model: str | None, looked: Sequence[_Looked]) -> dict[str, str]:
+    kinds = {each.kind for each in looked if each.kind}
     if start is None:
         is_both = kinds == {Kind.CONVERSATIONS, Kind.PREFERENCES}
         start = "sft-dpo" if is_both else JOBS[next(iter(kinds))] if len(kinds) == 1 else "sft"
@@ -234,41 +235,82 @@ def _settings(start: str | None, model: str | None, looked: Mapping[str, _Looked
     }}  # fmt: skip
 
 
-def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[str, str]:
+def _tree(pipeline: str) -> Mapping[str, object]:
+    return Composer([f"pipeline={pipeline}", "model=unset"]).declared()
+
+
+def _wanted(name: str, start: str | None) -> list[str]:
+    """``kind=prompts`` where prompts are made of the rows: their answers are columns for reward functions."""
+    tree = _tree(RECIPES.get(start, {"pipeline": start})["pipeline"]) if start else {}
+    kinds = _kinds(tree, data_sources(tree)) if tree else {}
+    found = {kinds.get(name)} if name else {*kinds.values()}
+    return [f"kind={Kind.PROMPTS}"] if found == {Kind.PROMPTS} else []
+
+
+def _data(settings: Mapping[str, str], looked: Sequence[_Looked]) -> dict[str, str]:
     """The keys of the data: by their names, by the kind that a source is prepared as, or the only one.
+
+    Several files of one source are a source each, and slots of the stages that read it.
 
     Raises:
         ConfigError: the pipeline reads no such source, or several.
     """
     if not looked:
         return {}
-    tree = Composer([f"pipeline={settings['pipeline']}", "model=unset"]).declared()
+    tree = _tree(settings["pipeline"])
     names = data_sources(tree)
-    if len(names) == len(looked) == 1:
-        (only,) = looked.values()
-        return {"data": only.path, **_columns(tree, names[0], only)}
-    places, found = _kinds(tree, names), dict[str, str]()
-    for name, each in looked.items():
-        fitting = [name] if name in names else [place for place, kind in places.items() if kind == each.kind]
-        if len(fitting) != 1 or f"data.{fitting[0]}" in found:
-            raise ConfigError(
-                f"--data {each.path}: pipeline {settings['pipeline']} reads {', '.join(names) or 'no rows'}; "
-                f"say which, as --data {names[0] if names else 'NAME'}={each.path}, or choose another with --from"
-            )
-        found |= {f"data.{fitting[0]}": each.path, **_columns(tree, fitting[0], each)}
+    places, chosen = _kinds(tree, names), dict[str, list[_Looked]]()
+    for each in looked:
+        fitting = [place for place in names if (place == each.name if each.name else places.get(place) == each.kind)]
+        if len(names) == 1 and not each.name and (each.kind is None or names[0] not in places):
+            fitting = names
+        if len(fitting) != 1 or (each.kind and places.get(fitting[0], each.kind) != each.kind):
+            raise _no_place(each, settings["pipeline"], places, names)
+        chosen.setdefault(fitting[0], []).append(each)
+    found = dict[str, str]()
+    for name, (first, *others) in chosen.items():
+        is_only = len(names) == 1 and not others
+        found |= {"data" if is_only else f"data.{name}": first.path, **_columns(tree, name, first, len(others) + 1)}
+        for number, each in enumerate(others, 2):
+            added = f"{name}_{number}"
+            found |= {f"sources.{added}.path": each.path, **_columns(tree, name, each, len(others) + 1, added)}
+            found |= {f"stages.{stage}.inputs.rows_{number}": f"{SOURCE}{added}" for stage in _reading(tree, name)}
     return found
 
 
-def _columns(tree: Mapping[str, object], name: str, looked: _Looked) -> dict[str, str]:
-    """The keys by which a source is read, and those of the data stages that read it."""
-    found = dict[str, str]()
-    for key, value in (word.split("=", 1) for word in looked.overrides):
+def _no_place(each: _Looked, pipeline: str, places: Mapping[str, Kind], names: Sequence[str]) -> ConfigError:
+    """The error for a file that no source of the pipeline takes, or several."""
+    kinds = {name: f"{name} ({places[name]})" if places.get(name, name) != name else name for name in names}
+    accepted = ", ".join(kinds.values()) or "no rows"
+    fitting = [name for name in names if each.kind is None or places.get(name, each.kind) == each.kind]
+    if each.name and each.name not in names:
+        found = f"--data {each.name}={each.path}: pipeline {pipeline} has no such source; it reads {accepted}"
+    else:
+        these = f"these are {each.kind}; " if each.kind else ""
+        found = f"--data {each.path}: {these}pipeline {pipeline} reads {accepted}"
+    if fitting:
+        return ConfigError(f"{found}; say which, as --data {fitting[0]}={each.path}, or choose another with --from")
+    job = f"leave --from out (pipeline {JOBS[each.kind]} reads them)" if each.kind else "choose another --from"
+    return ConfigError(f"{found}; {job}, or give rows that it reads")
+
+
+def _columns(
+    tree: Mapping[str, object], name: str, looked: _Looked, num_files: int, added: str | None = None
+) -> dict[str, str]:
+    """The keys by which a source is read, and those of the data stages that read it.
+
+    Args:
+        num_files: of the stage, which has one template of prompts for all; where one is a guess, the run guesses it.
+        added: name of the source, where ``name`` has another file already.
+    """
+    is_template = num_files > 1 and any(word.startswith("prompt_template=") for word in looked.guessed)
+    found, left_out = dict[str, str](), looked.guessed if is_template else ()
+    for key, value in (word.split("=", 1) for word in looked.overrides if word not in left_out):
         quoted = value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "''") + "'"
         if key.partition(".")[0] in OF_SOURCES:
-            found[f"sources.{name}.{key}"] = quoted
+            found[f"sources.{added or name}.{key}"] = quoted
         else:
-            stages = _reading(tree, name)
-            found |= {f"stages.{stage}.method.{key}": quoted for stage in stages}
+            found |= {f"stages.{stage}.method.{key}": quoted for stage in _reading(tree, name)}
     return found
 
 
@@ -330,7 +372,7 @@ def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:
 
 
 def _write(
-    name: str, settings: Mapping[str, str], lengths: Collection[str], looked: Mapping[str, _Looked],
+    name: str, settings: Mapping[str, str], lengths: Collection[str], looked: Sequence[_Looked],
     recipes: Sequence[Recipe], why: str,
 ) -> None:  # fmt: skip
     lines = [
@@ -338,9 +380,9 @@ def _write(
         f"pipeline: {settings['pipeline']} # others: posttrain --help",
         f"model: {settings['model']} # a directory, a hub id, smollm2, qwen2.5-0.5b, or tiny, a toy",
         *(f"# {each.short}" for each in recipes if each.short),
-        *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
+        *(f"# {line}" for each in looked for text in each.lines for line in text.splitlines()),
         *(
-            f"{key}: {value}{_comment(key, lengths, looked.values())}"
+            f"{key}: {value}{_comment(key, lengths, looked)}"
             for key, value in settings.items()
             if key not in ("pipeline", "model")
         ),

@@ -121,6 +121,18 @@ def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
     assert again.returncode == 2 and "posttrain.yaml: is there already" in again.stderr
 
 
+@pytest.mark.parametrize("name", ["", "instructions="])
+def test_several_files_of_one_kind_are_the_sources_of_one_stage(command, name):
+    write_rows(command.folder, squad=[{"context": f"c {n}", "question": f"q {n}", "answer": "a"} for n in range(60)])
+    done = command("init", "mine", "--model", "model", "--data", f"{name}squad.jsonl", f"{name}chats.jsonl")
+    assert done.returncode == 0 and "is ignored" not in done.stderr, done.stderr
+    found = project(command)
+    assert found["data.instructions"] == "../squad.jsonl" and found["sources.instructions_2.path"] == "../chats.jsonl"
+    assert found["stages.instructions.inputs.rows_2"] == "source:instructions_2"
+    assert not [key for key in found if "prompt_template" in key]  # of one file, and a stage has one template
+    assert planned(command)["stages"][0]["inputs"].keys() == {"rows", "rows_2"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -128,7 +140,12 @@ def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
         (["--data", "nothing.jsonl"], "--data nothing.jsonl: no such file"),
         (["--model", "gpt2", "--data", "chats.jsonl"], "model=gpt2: no such model"),
         (["--model", "mine", "--data", "chats.jsonl"], "no config.json in it"),
-        (["--from", "dpo", "--data", "chats.jsonl", "pairs.jsonl"], "pipeline dpo reads preferences; say which, as"),
+        (
+            ["--from", "dpo", "--data", "chats.jsonl", "pairs.jsonl"],
+            "these are conversations; pipeline dpo reads preferences; leave",
+        ),
+        (["--from", "dpo", "--data", "chats.jsonl"], "leave --from out (pipeline sft reads them)"),
+        (["--from", "sft", "--data", "chat=chats.jsonl"], "say which, as --data instructions=../chats.jsonl"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(command, overrides, message):
