@@ -300,6 +300,8 @@ def run_plan(options: argparse.Namespace) -> int:
     _require_place(pipeline.store, plan.stale)
     plan = with_notes(plan)
     plan = replace(plan, notes=[*plan.notes, *pending(plan)])
+    if block := pipeline.operation.notify:
+        plan = replace(plan, notes=[*plan.notes, f"notify={block}: a run asks Prefect whether it has this block"])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     plan = replace(plan, notes=[*plan.notes, *estimate_notes(plan, found)])

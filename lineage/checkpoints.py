@@ -248,6 +248,12 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+_ACCESS = (
+    "with its package installed (s3fs, gcsfs, adlfs) and credentials in the environment (of s3:// "
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL for a server of your own); or set it to null"
+)
+
+
 class Mirror:
     """Copies of a stage's checkpoints in object storage, ``URL/STAGE/FINGERPRINT/step-N/``.
 
@@ -280,8 +286,7 @@ class Mirror:
         except Exception as error:  # of a file system's own library: no common base
             raise ConfigError(
                 f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be written "
-                f"({first_line(error)}); give a URL that fsspec writes, such as s3://BUCKET/PREFIX, with its "
-                "package installed (s3fs, gcsfs, adlfs) and credentials in the environment; or set it to null"
+                f"({first_line(error)}); give a URL that fsspec writes, such as s3://BUCKET/PREFIX, {_ACCESS}"
             ) from error
 
     def steps(self) -> list[int]:
@@ -293,7 +298,7 @@ class Mirror:
         except Exception as error:
             raise ConfigError(
                 f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be listed "
-                f"({first_line(error)}); see that it can be reached, or set it to null"
+                f"({first_line(error)}); see that it is there, {_ACCESS}"
             ) from error
         return sorted(int(match[1]) for each in found if (match := _NAME.fullmatch(PurePosixPath(each).parent.name)))
 

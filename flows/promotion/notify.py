@@ -64,7 +64,7 @@ def _creation_hint(name: str) -> str:
     statement = (
         f"from prefect.blocks.notifications import {cls.__name__}; {cls.__name__}({arguments}).save('{document}')"
     )
-    return f'create it with: python -c "{statement}"'
+    return f'create it with: PREFECT_SERVER_ANALYTICS_ENABLED=false python -c "{statement}"'
 
 
 def _types() -> dict[str, type[Block]]:

@@ -223,5 +223,6 @@ def _unreachable(name: str, url: str, cause: str) -> ConfigError:
     return ConfigError(
         f"sources.{name}.path={url}: cannot be listed ({cause}); give a URL that fsspec reads, with its package "
         "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://) and credentials where that package looks for "
-        f"them or as sources.{name}.credentials; or dvc://PATH, inside a DVC repository"
+        f"them (of s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or as sources.{name}.credentials; or dvc://PATH, "
+        "inside a DVC repository"
     )

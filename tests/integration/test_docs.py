@@ -85,8 +85,8 @@ def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipelin
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the example files of the README."""
-    for name, text in FILE.findall(README.read_text()):
+    """A folder with the example files of the README and of the page on triggers."""
+    for name, text in FILE.findall(README.read_text() + (ROOT / "docs" / "triggers.md").read_text()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)

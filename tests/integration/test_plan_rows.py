@@ -42,6 +42,11 @@ def test_few_empty_rows_are_counted_and_named(tmp_path):
     )
 
 
+def test_a_plan_says_what_it_does_not_ask_prefect(tmp_path):
+    note = "notify=custom-webhook/ops: a run asks Prefect whether it has this block"
+    assert note in Command(tmp_path)("plan", "model=tiny", "notify=custom-webhook/ops").stdout
+
+
 def test_columns_with_other_names_are_guessed_and_named_as_init_does(tmp_path):
     rows = [{"question": f"What is {place}?", "answer": f"It is {place}."} for place in range(60)]
     write(tmp_path, qa=rows, squad=[{"context": "c", **row} for row in rows])

@@ -14,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lineage.artifact import Kind, Source
+from lineage.checkpoints import Mirror
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.remote_files import file_system, open_remote, remote_versions
@@ -408,6 +409,9 @@ def test_what_cannot_be_listed_is_reported(url, message, monkeypatch):
         monkeypatch.delitem(KNOWN, protocol, raising=False)
     with pytest.raises(ConfigError, match=message):
         fingerprint(url)
+    if url.startswith("s3"):
+        with pytest.raises(ConfigError, match=r"checkpoint_mirror=s3://bucket: cannot be listed .*AWS_ACCESS_KEY_ID"):
+            Mirror(url, Path("sft/f00d")).steps()
 
 
 def test_a_web_page_is_a_file_and_a_page_that_ends_with_a_slash_lists_them(tmp_path):
