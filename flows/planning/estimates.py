@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
+from flows.declare.project import project_files
 from flows.planning.adapter_choice import (
     NO_GPU,
     PLAN_FOR,
@@ -786,9 +788,7 @@ def read_rows(plan: Plan) -> tuple[Plan, list[str]]:
         try:
             left_out, num_rows, row_bytes = refused_rows(method, read, replays=REPLAY in planned.stage.inputs)
         except DataError as error:
-            source = planned.stage.inputs[next(iter(read))].removeprefix(SOURCE)
-            text = str(error).replace("sources.NAME", f"sources.{source}")
-            refusals.append(f"{planned.name}: {text.replace('stages.STAGE', f'stages.{planned.name}')}")
+            refusals.append(f"{planned.name}: {_addressed(str(error), planned, read)}")
             continue
         if num_rows:
             counts[planned.name] = num_rows, row_bytes
@@ -799,6 +799,18 @@ def read_rows(plan: Plan) -> tuple[Plan, list[str]]:
     if refusals:
         raise DataError("\n".join(refusals))
     return replace(plan, stages=[_counted(planned, counts) for planned in plan.stages]), notes
+
+
+def _addressed(text: str, planned: PlannedStage, read: Mapping[str, Source | None]) -> str:
+    """A refusal with the whole addresses of settings, where it has their short forms or placeholders."""
+    slot = next((slot for slot, source in read.items() if source and source.path in text), next(iter(read)))
+    source = f"sources.{planned.stage.inputs[slot].removeprefix(SOURCE)}"
+    text = re.sub(r"(?<![\w.])(?=format=NAME|columns\.\w+=|loader\.sep=)", f"{source}.", text)
+    text = re.sub(r"(?<![\w.])(?=max_bad_rows=)", f"stages.{planned.name}.method.", text)
+    own = sorted({file for word, file in project_files.items() if word.startswith(f"{source}.columns")})
+    if own and " is not a column; " in text:
+        text += f"; {own[0]} sets {source}.columns, for other rows; '~{source}.columns' leaves it out"
+    return text.replace("sources.NAME", source).replace("stages.STAGE", f"stages.{planned.name}")
 
 
 def _counted(

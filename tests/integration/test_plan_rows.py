@@ -26,8 +26,13 @@ def test_all_refusals_come_at_once_with_what_to_paste(tmp_path):
     assert done.returncode == 2
     assert "instructions: 3 of 43 rows cannot be used:\n" in done.stderr
     assert "chats.jsonl:41: messages[1] content is empty" in done.stderr
-    assert "posttrain data lists them; correct them, or leave them out with max_bad_rows=3" in done.stderr
+    assert (
+        "posttrain data lists them; correct them, or leave them out with stages.instructions.method.max_bad_rows=3"
+        in done.stderr
+    )
     assert "preferences: pairs.jsonl: no format fits the columns asked, said" in done.stderr
+    pasted = "sources.preferences.columns.chosen=asked sources.preferences.columns.rejected=said"
+    assert pasted in done.stderr and "sources.preferences.format=NAME" in done.stderr
     assert Command(tmp_path)("run", *WORDS).stderr.endswith(done.stderr), "as the run, before any stage"
 
 
@@ -79,3 +84,12 @@ def test_a_file_that_is_one_json_object_is_named_as_such_with_what_makes_rows_of
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "all.json: the file is one JSON object, with version, data; accepted: an array of rows" in done.stderr
     assert "`jq -c '.data[]' FILE > NEW.jsonl`" in done.stderr
+
+
+def test_columns_of_the_project_that_other_rows_lack_are_named(tmp_path):
+    write(tmp_path, chats=chats(40, 0))
+    (tmp_path / "posttrain.yaml").write_text("pipeline: sft\nsources.instructions.columns.prompt: question\n")
+    done = Command(tmp_path)("plan", "data=chats.jsonl")
+    remedy = "~sources.instructions.columns"
+    assert f"posttrain.yaml sets sources.instructions.columns, for other rows; '{remedy}' leaves it" in done.stderr
+    assert Command(tmp_path)("plan", "data=chats.jsonl", remedy).returncode == 0

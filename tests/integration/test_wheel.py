@@ -185,7 +185,7 @@ MISTAKES = {
     "plan pipeline=sft model=nowhere data=chats.jsonl": "a model is also a directory that exists, or a hub id",
     "plan pipeline=dpo model=model data=chats.jsonl": "use pipeline=sft, or conf/stage/conversations.yaml",
     "data broken.jsonl": "broken.jsonl:4: not JSON",
-    "data odd.jsonl": "name columns, such as columns={prompt: question}",
+    "data odd.jsonl": "name columns, such as columns.prompt=foo columns.completion=bar",
     "init made --data chats.jsonl": "posttrain.yaml: is there already; edit it, or give init another folder",
     "init other --from stf": "no such start; there are:",
     "chat sft": "sft: is no directory, and there is no store here (store=artifacts does not exist): posttrain run",

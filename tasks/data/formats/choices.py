@@ -97,7 +97,7 @@ def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -
     if len({*found}) == 1:
         return found[0]
     why = f"may be {' or '.join(found)}" if found else f"is none of the choices {', '.join(labels)}"
-    remedy = "write its letter; columns={prompt: QUESTION, completion: ANSWER} reads the rows without their choices"
+    remedy = "write its letter; columns.prompt=QUESTION columns.completion=ANSWER reads the rows without their choices"
     if wanted == str(len(labels)):
         remedy = "if indexes begin at 1, the other rows are wrong too: write letters"
     raise BadRowError(f"{name} is {named(right)}, which {why}", "no answer", remedy=remedy)

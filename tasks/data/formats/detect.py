@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.formats import proposals
 from tasks.data.formats.choices import CHOICE_COLUMNS, multiple_choice, recognize_choices
 from tasks.data.formats.proposals import JOBS, Guess, guess, inverted_hint, renamed_row, with_inner, with_prompt
 from tasks.data.formats.turns import (
@@ -768,12 +769,12 @@ def detect(
         )
         raise DataError(
             f"{place}: {len(fitting)} formats fit: {listed}; rows of one format are accepted; make a source of each, "
-            "or say with format=NAME (sources.NAME.format=...) as what all are read"
+            "or say with format=NAME as what all are read"
         )
     if not fitting:
         guessed = None if configured else _guessed(sample, rows, place, columns or {}, kind, templated=templated)
         if guessed is None:
-            raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
+            raise DataError(f"{place}: {_misfit(fits, rows, place, kind)}")
         return guessed
     best = fitting[0]
     if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *ROW_KINDS[best.format.kind].rare}:
@@ -835,24 +836,20 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
 _USUAL = "prompt and completion, messages, or text"
 
 
-def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str) -> str:
+def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], place: str, kind: Kind | None) -> str:
     """Why no format fits: what the nearest formats miss in the first row that does not match them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
+    if inner := proposals.inner_rows(rows, place):
+        return f"no format fits the columns {', '.join(columns)}; {inner}"
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
     problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:3])
-    way = "name columns, such as columns={prompt: question}"
-    if columns and not present:
-        way = "fill them: they are null in all rows looked at"
-    elif len(columns) == 1:
-        way = f"name it, such as columns={{text: {columns[0]}}}"
-    if re.search(r"\.[ct]sv\b", place):
-        way = f"if its first line names no columns, write one above it that does; else {way}"
     names = [each.format.name for each in fits]
     accepted = names[0] if len(names) == 1 else f"the columns of one of {len(names)} formats, such as {_USUAL}"
     return (
         f"no format fits the columns {', '.join(columns) or 'none'}{problems and f' ({problems})'}; "
-        f"accepted: {accepted}; {way}, or say which format is meant with format=NAME"
+        f"accepted: {accepted}; {proposals.how_to_name(rows, columns, kind, place)}, "
+        "or say which format is meant with format=NAME"
     )
 
 

@@ -1,6 +1,7 @@
 """Prompts from templates; guesses how rows that no format fits are read, by the names of their columns."""
 
 import re
+import shlex
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +80,12 @@ def guess(rows: Sequence[Fields], kind: Kind | None, *, with_context: bool = Tru
     read = {path: [_is_scalar(each) or bool(each and _is_read(each)) for each in values[path]] for path in paths}
     good = {path: sum(each) for path, each in read.items()}
     texts = [path for path in paths if good[path] >= len(rows) / 2]
-    turns = {path: key for path in texts if (key := next(filter(None, map(_key_of_turns, values[path])), None))}
+    several = {path for path in texts if any(_is_first_of_several(row, path) for row in rows)}
+    turns = {
+        path: key
+        for path in texts
+        if path not in several and (key := next(filter(None, map(_key_of_turns, values[path])), None))
+    }
     by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
 
     def first(names: Sequence[str]) -> str | None:
@@ -89,7 +95,9 @@ def guess(rows: Sequence[Fields], kind: Kind | None, *, with_context: bool = Tru
     answers = pair if all(pair.values()) else {"completion": first(_ANSWERED)}
     taken = set(answers.values())
     # A context is the prompt where nothing else is.
-    asked = next((by_name[name] for name in (*_ASKED, *_CONTEXT) if by_name.get(name) not in (None, *taken)), None)
+    asked = next(
+        (by_name[name] for name in (*_ASKED, *_CONTEXT) if by_name.get(name) not in (None, *taken, *several)), None
+    )
     context, name = first([each for each in _CONTEXT if by_name.get(each) != asked]), "prompt"
     if asked is None and turns and taken == turns.keys():  # conversations that begin alike
         asked, name, answers = answers["chosen"], "chosen", {"rejected": answers["rejected"]}
@@ -177,6 +185,58 @@ def _paths(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for part, each in value.items():
             yield from _paths(f"{name}.{part}", each)
+
+
+def _is_first_of_several(row: Fields, path: str) -> bool:
+    """Whether a path takes the first item of a list that has others."""
+    parts = path.split(".")
+    lists = [inside(row, ".".join(parts[:at])) for at, part in enumerate(parts) if part == "0"]
+    return any(isinstance(each, list | tuple) and len(each) > 1 for each in lists)
+
+
+def how_to_name(rows: Sequence[Fields], columns: Sequence[str], kind: Kind | None, place: str) -> str:
+    """What to set where no format fits, by an example with the rows' own columns, those of texts first."""
+    if columns and not any(value is not None for fields in rows for value in fields.values()):
+        return "fill them: they are null in all rows looked at"
+    if len(columns) == 1 or kind == Kind.TEXT:
+        ours: tuple[str, ...] = ("text",)
+    else:
+        ours = ("chosen", "rejected") if kind == Kind.PREFERENCES else ("prompt", "completion")
+    texts = [name for name in columns if any(isinstance(fields.get(name), str) for fields in rows)]
+    pairs = zip(ours, [*texts, *(name for name in columns if name not in texts)], strict=False)
+    what = "it" if len(columns) == 1 else "columns"
+    way = f"name {what}, such as {shlex.join(f'columns.{each}={name}' for each, name in pairs)}"
+    is_table = re.search(r"\.[ct]sv\b", place)
+    return f"if its first line names no columns, write one above it that does; else {way}" if is_table else way
+
+
+def inner_rows(rows: Sequence[Fields], place: str) -> str:
+    """What to do where each row has a list of rows or of conversations; empty: none has.
+
+    Args:
+        place: path of the source.
+    """
+    for name in dict.fromkeys(str(name) for row in rows for name in row):
+        lists = [value for row in rows if isinstance(value := row.get(name), list | tuple) and value]
+        first = lists[0][0] if lists else None
+        if len(lists) < len(rows) / 2 or max(map(len, lists)) < 2 or _key_of_turns(lists[0]):
+            continue
+        wrapped = f" | {{{key}: .}}" if (key := _key_of_turns(first)) else ""
+        if isinstance(first, Mapping) or key:
+            part = f".{name}[]" if name.isidentifier() else f'."{name}"[]'
+            items = f".[]{part}" if _is_array(place) else part
+            made = f"jq -c {shlex.quote(items + wrapped)} {shlex.quote(place)} > rows.jsonl"
+            return f"the rows are in the list {name!r}; make a row of each item: {made}"
+    return ""
+
+
+def _is_array(place: str) -> bool:
+    """Whether a file is one JSON array."""
+    try:
+        with open(place, encoding="utf-8-sig", errors="replace") as file:
+            return file.read(100).lstrip().startswith("[")
+    except (OSError, ValueError):
+        return False
 
 
 def _is_scalar(value: object) -> bool:

@@ -382,7 +382,8 @@ def _require_rows(path: Path, name: str) -> None:
         if not more or _is_json(first):
             return
         whole = orjson.loads(text)
-        inside = next((f"{key}[]" for key, value in whole.items() if isinstance(value, list) and value), "")
+        key, items = next(((key, value) for key, value in whole.items() if isinstance(value, list) and value), ("", []))
+        inside = (f"{key}[]" if key else "") + (" | {messages: .}" if items and isinstance(items[0], list) else "")
         found = f"the file is one JSON object, with {', '.join(list(whole)[:5])}"
         remedy = f"rewrite it: `jq -c '.{inside}' FILE > NEW.jsonl`"
         raise refused(name, found, "an array of rows, or one row a line", remedy)

@@ -63,7 +63,7 @@ def test_what_a_source_without_a_format_lacks_is_named():
     assert "no format fits the columns none;" in refused({})
     assert refused({"body": "a"}) == (
         "rows.jsonl: no format fits the columns body; accepted: the columns of one of 19 formats, such as "
-        "prompt and completion, messages, or text; name it, such as columns={text: body}, "
+        "prompt and completion, messages, or text; name it, such as columns.text=body, "
         "or say which format is meant with format=NAME"
     )
     assert detect([{"body": "a"}], "rows.jsonl", columns={"text": "body"}).convert({"body": "a"}) == {"text": "a"}

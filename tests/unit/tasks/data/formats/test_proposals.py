@@ -244,3 +244,24 @@ def test_contents_in_parts_as_peers_have_them(call, key):
     rows = "".join(json.dumps(row).replace("question", f"question {n}") + "\n" for n in range(200))
     code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
     assert (code, json.loads(out)["sources"]["rows"]["rows_used"]) == (0, 200), err
+
+
+_CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        (json.dumps([{"user": "u", "chats": [{"messages": _CHAT}] * 3}] * 4), ".[].chats[]"),
+        (json.dumps({"chats": [{"messages": _CHAT}] * 3}), ".chats[]"),
+        (json.dumps({"my chats": [_CHAT] * 3}), '."my chats"[] | {messages: .}'),
+    ],
+)
+def test_of_several_chats_in_a_row_none_is_lost(tmp_path, text, items):
+    (tmp_path / "rows.json").write_text(text)
+    place, rows = str(tmp_path / "rows.json"), json.loads(text)
+    with pytest.raises(DataError, match="the rows are in the list ") as refused:
+        detect(rows if isinstance(rows, list) else [rows], place)
+    assert f"jq -c {shlex.quote(items)} {place} > rows.jsonl" in str(refused.value)
+    one = detect([{"user": "u", "chats": [{"messages": _CHAT}]}], place)
+    assert one.columns == {"messages": "chats.0.messages"}
