@@ -28,6 +28,7 @@ from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from flows.declare.defaults import DEFAULTS_OF, applies_precision, merged, paths_in, refuse_void
 from flows.declare.operation import Operation
 from flows.declare.peer_names import problem, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
@@ -619,6 +620,8 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     root = _root(tree)
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in _nodes(tree, "sources").items()}
     stages = {name: _stage(name, node, root, tree) for name, node in _nodes(tree, "stages").items()}
+    last = {field_of(word): word for word in overrides if not word.startswith("~")}.values()
+    stages = refuse_void(tree, stages, {word: _default_paths(word, config_dir) for word in last})
     pipeline = Pipeline(
         name=root.name,
         store=store_path(root.store),
@@ -676,16 +679,16 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = method_class(f"{where}.method._target_", str(method["_target_"]))
     recipe = {key: value for key, value in method.items() if key != "_target_"}
-    recipe |= {"evaluation": _merged(recipe.get("evaluation"), parts.evaluation)} if parts.evaluation else {}
+    recipe |= {"evaluation": merged(recipe.get("evaluation"), parts.evaluation)} if parts.evaluation else {}
     defaults = {
         "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,
-        "precision": root.precision if _applies_precision(cls) else None,
+        "precision": root.precision if applies_precision(cls) else None,
         "images": {} if root.model and root.model.kind == "vlm" else None,
     }  # fmt: skip
     for key in defaults.keys() & (taken := set(field_names(cls))):
         if defaults[key] is not None:
-            recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
+            recipe[key] = merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
     unfreeze(f"{where}.method", recipe)
     # The root's resources are the defaults of all stages.
     resources = typed(Resources, {**_nodes(tree, "resources"), **parts.resources}, f"{where}.resources")
@@ -743,7 +746,7 @@ def _of_preset(cls: type[Training], recipe: Mapping[str, object], shared: Traini
         if recipe.get("adapter_in") == "continue":  # dropout would move the policy from its reference
             lora.pop("dropout", None)
         if lora:
-            defaults["adapter"] = _merged({"type": adapter.get("type", "lora"), **lora}, defaults.get("adapter", {}))
+            defaults["adapter"] = merged({"type": adapter.get("type", "lora"), **lora}, defaults.get("adapter", {}))
     return defaults
 
 
@@ -765,7 +768,7 @@ def _apply_training(cls: type[Training], recipe: dict[str, object], shared: Trai
         elif key in taken and key not in recipe:
             recipe[key] = value
         elif key in taken and isinstance(value, Mapping):
-            recipe[key] = _merged(value, recipe[key])
+            recipe[key] = merged(value, recipe[key])
         elif key in taken and recipe[key] != value:
             kept.append(key)
     return kept
@@ -784,20 +787,6 @@ def _refuse_ms_amp(tree: Node) -> None:
             )
 
 
-def _applies_precision(cls: type[Method]) -> bool:
-    """False for a method with its own loop that always computes in fp32."""
-    return not (issubclass(cls, Training) and cls.has_own_loop and "precision" in LOOP_FIELDS - cls.applies)
-
-
-def _merged(shared: object, own: object) -> object:
-    """A stage's setting merged over the default, unless it selects another optimizer, adapter ..."""
-    if not isinstance(shared, Mapping) or not isinstance(own, Mapping):
-        return own
-    if any(own.get(key, shared.get(key)) != shared.get(key) for key in ("name", "type", "format")):
-        return own
-    return {**shared, **own}
-
-
 def method_class(where: str, target: str) -> type[Method]:
     """Imports the method class that a stage's ``_target_`` names.
 
@@ -810,6 +799,23 @@ def method_class(where: str, target: str) -> type[Method]:
     if inspect.isabstract(cls) or lacking:
         raise ConfigError(f"{where}={target}: lacks {', '.join(lacking) or 'run'}; see docs/add_a_method.md")
     return cls
+
+
+def _default_paths(word: str, config_dir: Path | None) -> list[str]:
+    """The defaults of all stages that an override sets: ``optimizer.name`` for ``optimizer=lion``."""
+    key = field_of(word)
+    root = "lr_schedule" if key == "schedule" else key
+    if not any(f"{root}.".startswith(f"{each}.") for each in (*DEFAULTS_OF, "resources")):
+        return []
+    value = _value(word).value()
+    if not _options(key, config_dir):
+        return paths_in(root, value)
+    if value == "default":  # of optimizer and schedule: that of each method
+        return []
+    files = [folder / key / f"{value}.yaml" for folder in (CONF, config_dir) if folder]
+    node = next((yaml.safe_load(each.read_text(encoding="utf-8")) for each in files if each.is_file()), None) or {}
+    node.pop(_DEFAULTS, None)
+    return paths_in(root, node.get(root, node))  # of a file with the package _global_, under its key
 
 
 def _refuse_unread_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:

@@ -388,7 +388,7 @@ def _kwargs(value: object) -> Answer:
             found.append(f"sources.base.revision={each}")
         elif key != "attn_implementation" or each in ("eager", "sdpa"):
             ours = "resources.attention" if key == "attn_implementation" else f"sources.base.model_kwargs.{key}"
-            found.append(f"{ours}={_value(each)}")
+            found.append(f"{ours}={value_text(each)}")
     return found or _FASTEST
 
 
@@ -476,6 +476,8 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
         stage = ".".join(path.split(".")[:2]) if path.startswith("stages.") else "stages.STAGE"
         peers = FIELDS.get(key, "").replace("stages.STAGE", stage)
         of_stages = " or ".join(_placed(node, key)) if cls is Root and len(loc) == 1 else ""
+        if cls is Root and key in node_of(node.get("stages")):
+            of_stages = f"stages.{key}"
         place = "" if key in accepted else of_stages or peers or _elsewhere(cls, key, path)
         return f"{path}: unknown key; {f'here it is {place}' if place else f'accepted: {listed(loc[-1], accepted)}'}"
     if detail["type"] in ("missing", "missing_argument"):
@@ -542,7 +544,7 @@ def _placed(tree: Node, key: str) -> list[str]:
             return [f"{FIELDS[key]}, which no stage of this pipeline has"]
         text = FIELDS[key].replace("stages.STAGE.resources", "resources")
         return [text.replace("STAGE", trainings[0]) if len(trainings) == 1 else text]
-    return [shlex.quote(f"{each}={_value(tree[key])}") for each in own or inner]
+    return [shlex.quote(f"{each}={value_text(tree[key])}") for each in own or inner]
 
 
 def _methods(tree: Node) -> Iterator[tuple[str, type]]:
@@ -563,12 +565,12 @@ def _filled(overrides: Sequence[str], tree: Node) -> list[str]:
     return [line.replace("STAGE", stage) for stage in stages] or [f"{line}, which no stage of this pipeline has"]
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
     """A value in the grammar of overrides."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_value(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {value_text(each)}' for name, each in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number else json.dumps(value, ensure_ascii=False).strip('"')
 

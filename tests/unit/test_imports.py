@@ -40,6 +40,7 @@ ALONE = {
     "flows.commands.*": "imported by name, when its command is called",
     "flows.commands.examples": "the texts of --help; its importer has 400 lines without them",
     "flows.peers.importing": "imported by name, when its command is called",
+    "flows.declare.defaults": "one story: which stage takes what is set for all; its importer has 850 lines without it",
     "flows.peers.datasets": "one story: what a data set of a peer is here; its importer has 900 lines without it",
     "flows.serving.(chat|ui)": "imported by name, when its command is called",
     "flows.serving.ollama": "the files of one program; its importer has 400 lines without them",

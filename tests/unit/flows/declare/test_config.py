@@ -1,6 +1,7 @@
 """Overrides, groups and defaults become a pipeline; a mistake says what is accepted."""
 
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -148,6 +149,51 @@ def own(folder, *cli_args, sources="", policy="base"):
     (folder / "pipeline").mkdir(exist_ok=True)
     (folder / "pipeline/own.yaml").write_text(OWN.format(sources=sources, policy=policy))
     return load_pipeline(["pipeline=own", "sources.rows.path=rows.jsonl", *cli_args], folder)
+
+
+BASED = {"policy": "source:base", "sources": "base: {path: owner/name, kind: checkpoint}"}
+SETS = [
+    "stages.sft.method.adapter={type: lora, rank: 16}", "stages.sft.method.optimizer.name=adamw_torch",
+    "stages.sft.method.schedule.name=cosine", "stages.sft.method.learning_rate=1e-4",
+    "stages.sft.resources={num_workers: 2, sharding: zero2, launcher: cluster}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("adapter=full", "stages.sft.method.adapter.type=lora is set; .* set stages.sft.method.adapter=null"),
+        ("adapter.rank=8", "stages.sft.method.adapter.rank=16 is set; .* stages.sft.method.adapter.rank=8"),
+        ("adapter.alpha=8", ".*adapter.type=lora is set; .* stages.sft.method.adapter.alpha=8"),
+        ("optimizer=lion", ".*optimizer.name=adamw_torch is set; .* stages.sft.method.optimizer.name=lion"),
+        ("schedule=constant", ".*schedule.name=cosine is set; .* stages.sft.method.schedule.name=constant"),
+        ("resources.num_workers=1", ".*num_workers=2 is set; for that stage set stages.sft.resources.num_workers=1"),
+        ("training.sft.learning_rate=1e-5", ".*learning_rate=1e-4 is set; .* stages.sft.method.learning_rate=1e-5"),
+    ],
+)  # fmt: skip
+def test_a_default_of_all_stages_that_each_of_them_sets_itself_is_refused(tmp_path, word, remedy):
+    with pytest.raises(ConfigError, match=f"{re.escape(word)}: changes nothing, since {remedy}$"):
+        own(tmp_path, *SETS, word, **BASED)
+
+
+def test_a_default_that_a_stage_takes_or_sets_itself_is_accepted_and_a_part_of_a_group_is_noted(tmp_path):
+    same = ("adapter=lora", "adapter.rank=16", "optimizer=default", "resources.num_workers=2")
+    for word in (*same, "training.every.num_epochs=2", "training.adapter.dropout=0.1", "resources.cpus_per_worker=1"):
+        assert own(tmp_path, *SETS, word, **BASED).stages["sft"].notes == ()
+    noted = own(tmp_path, *SETS, "resources=fsdp", **BASED).stages["sft"].notes
+    assert noted == ("stages.sft.resources.sharding=zero2 is set, and not as resources=fsdp does",)
+    assert load_pipeline(["pipeline=qlora-sft-dpo", "adapter=dora"]).stages["sft"].method.adapter.type == "dora"
+
+
+@pytest.mark.parametrize("path", ["sft.method.learning_rate", "sft.nonsense", "adapter.rank", "every.beta"])
+def test_a_default_of_trainings_that_no_stage_has_is_refused(tmp_path, path):
+    with pytest.raises(ConfigError, match=f"training.{path}=3: no stage reads training.{path}"):
+        own(tmp_path, f"training.{path}=3")
+
+
+def test_a_stage_without_its_place_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"sft: unknown key; here it is stages\.sft$"):
+        own(tmp_path, "sft.method.learning_rate=1e-4")
 
 
 def test_a_pipeline_of_the_users_has_the_model_that_it_names_and_the_quickstarts_if_it_asks(tmp_path):
