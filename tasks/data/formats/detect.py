@@ -884,14 +884,15 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
     """Refuses renames of missing columns, and renames of two columns to one name."""
     present = list(dict.fromkeys(str(name) for fields in sample for name in with_inner(fields, columns)))
     for ours, theirs in columns.items():
-        turned = f"; {inverted_hint('columns', theirs, ours)}" if ours in present else ""
+        is_turned = ours in present and theirs in _KNOWN_NAMES
+        turned = f"; {inverted_hint('columns', theirs, ours)}" if is_turned else ""
         if theirs not in present:
             found = f"{theirs!r} is not a column; there are: {', '.join(present)}{turned or '; name one of these'}"
         elif list(columns.values()).count(theirs) > 1:
             found = f"the column {theirs!r} is named twice; one name for a column is accepted; remove the other"
         elif ours in present and ours not in columns.values():
             found = f"there is a column {ours!r} already; one column of a name is accepted; rename the other one too"
-            found += turned if theirs in _KNOWN_NAMES and ours not in _KNOWN_NAMES else ""
+            found += turned if ours not in _KNOWN_NAMES else ""
         else:
             continue
         raise DataError(f"{place}: columns.{ours}={theirs}: {found}")

@@ -115,6 +115,10 @@ def test_columns_are_renamed_before_anything_is_reported():
             "columns.text=body: 'body' is not a column; there are: instruction, input, output; name one of these",
         ),
         (
+            {"instruction": "q"},
+            "columns.instruction=q: 'q' is not a column; there are: instruction, input, output; name one of these",
+        ),
+        (
             {"instruction": "prompt", "output": "completion"},
             "columns.instruction=prompt: 'prompt' is not a column; there are: instruction, input, output; columns maps "
             "our name to the rows' column: set columns.prompt=instruction",
