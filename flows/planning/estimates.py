@@ -685,8 +685,19 @@ def disk_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
     for each in estimates.values():  # in order of execution: outputs of earlier stages stay
         most = max(most, stays + each.disk.total.bytes)
         stays += each.disk.output + each.disk.staying * each.disk.checkpoint
-    free = gigabytes(free_bytes(plan.pipeline.store))
-    return [f"disk: at most {gigabytes(most)} with checkpoints, {gigabytes(stays)} stay; {free} free"] if most else []
+    free = free_bytes(plan.pipeline.store)
+    if most <= free:
+        shown = f"disk: at most {gigabytes(most)} with checkpoints, {gigabytes(stays)} stay; {gigabytes(free)} free"
+        return [shown] if most else []
+    lacking = f"disk: {gigabytes(most)} > {gigabytes(free)} free"
+    try:
+        require_plan_disk(plan, plan.stale)
+    except ConfigError as error:
+        return [f"{lacking}: a run here is refused: {error}"]
+    return [
+        f"{lacking}, if checkpoints are that many ({gigabytes(stays)} stay): stages.NAME.resources.keep_last=1 "
+        "keeps fewer, store=DIRECTORY is on another disk"
+    ]
 
 
 def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:
@@ -824,7 +835,8 @@ def _counted(
     num_rows, row_bytes = counts.get(rows.name, (None, None)) if rows else (None, None)
     if num_rows is None or planned.hyperparameters.num_examples is not None:
         return planned
-    return replace(planned, hyperparameters=replace(hyperparameters(method, None, None, num_rows), row_bytes=row_bytes))
+    found = hyperparameters(method, None, None, num_rows, given=planned.stage.given)
+    return replace(planned, hyperparameters=replace(found, row_bytes=row_bytes))
 
 
 def refused_rows(

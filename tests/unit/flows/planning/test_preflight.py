@@ -9,6 +9,7 @@ import pytest
 
 from flows.__main__ import main
 from flows.declare.config import load_pipeline
+from flows.planning import estimates
 from flows.planning.checks import check_row_kinds, cluster_notes, column_notes
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan, used_resources
@@ -52,7 +53,11 @@ def test_a_directory_that_is_no_model_is_refused_by_the_plan(tmp_path):
         make_plan(load_pipeline([f"model={model}"]))
 
 
-def test_a_model_without_weights_is_planned_by_its_configuration_and_not_run(tmp_path, capsys):
+def refuse_all(*arguments):
+    raise ConfigError("sft needs more")
+
+
+def test_a_model_without_weights_is_planned_by_its_configuration_and_not_run(tmp_path, capsys, monkeypatch):
     model = write_model(tmp_path / "model", weights=False, template="{{ messages }}")
     sizes = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
     (model / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
@@ -70,6 +75,13 @@ def test_a_model_without_weights_is_planned_by_its_configuration_and_not_run(tmp
     assert f"sources.base.path={model}: no weights yet in model" in shown
     assert re.search(r"^sft +\d+\.\d\d.* +0\.\d\d +\d+:\d\d.* max_length=2048$", shown, re.MULTILINE), shown
     assert re.search(r"^disk: at most \d.* GB with checkpoints, .* stay; .* free$", shown, re.MULTILINE), shown
+    monkeypatch.setattr(estimates, "free_bytes", lambda path: 10**6)
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^disk: \d.* > 1.0 MB free, .*keep_last=1 .* store=", shown, re.MULTILINE), shown
+    monkeypatch.setattr(estimates, "require_plan_disk", refuse_all)
+    assert main(["plan", *words]) == 0
+    assert "> 1.0 MB free: a run here is refused: sft needs more" in capsys.readouterr().out
     assert main(["run", *words]) == 2
     assert "a run needs them (*.safetensors); download them into it" in capsys.readouterr().err
 
