@@ -727,7 +727,8 @@ def _built(
         notes.append(f"{where}.method.precision=auto: {recipe['precision']}, because {because}")
     method = typed(cls, recipe, f"{where}.method")
     resources = resources.of_batch(getattr(method, "global_batch_size", None))
-    return Stage(method=method, inputs=parts.inputs, resources=resources, notes=tuple(notes))
+    given = frozenset(key for key, value in recipe.items() if value is not None)
+    return Stage(method=method, inputs=parts.inputs, resources=resources, notes=tuple(notes), given=given)
 
 
 AUTO = "auto"  # adapter=auto: the plan chooses it

@@ -99,12 +99,14 @@ class Stage:
             source.
         notes: messages on how ``auto`` values were resolved.
         choices: alternatives of ``adapter=auto`` by name, in order of preference; the plan takes the first that fits.
+        given: fields of the method that a file or an override sets, the default or another value.
     """
 
     method: Method
     inputs: Mapping[str, str]
     resources: Resources
     notes: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
     choices: "Mapping[str, Stage]" = field(default_factory=dict)
 
 

@@ -416,4 +416,5 @@ def _with_hyperparameters(planned: PlannedStage, store: Store) -> PlannedStage:
         examples = examples_file(store.root, tokenization, input_.fingerprint, _tokenizer(planned))
         entry = input_.entry or (None if input_.pinned else store.entry(input_.name, input_.fingerprint))
         rows = entry.manifest() if entry else None
-    return replace(planned, examples=examples, hyperparameters=hyperparameters(method, rows, examples))
+    found = hyperparameters(method, rows, examples, given=planned.stage.given)
+    return replace(planned, examples=examples, hyperparameters=found)

@@ -1,6 +1,6 @@
 """Whether a stage runs, is reused or resumes, and why; the hyperparameters that apply to it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -121,14 +121,16 @@ class Hyperparameters:
 
 
 def hyperparameters(
-    method: TrainingRecipe, rows: Manifest | None, counted: Path | None, num_rows: int | None = None
-) -> Hyperparameters:
+    method: TrainingRecipe, rows: Manifest | None, counted: Path | None, num_rows: int | None = None, *,
+    given: Collection[str] = (),
+) -> Hyperparameters:  # fmt: skip
     """Resolves the hyperparameters of a training.
 
     Args:
         rows: manifest of the data stage that it reads; None: unfinished, or a source.
         counted: the file of ``examples_file``; None: its rows are not counted.
         num_rows: that an unfinished data stage will have; None: as the manifest says.
+        given: fields that a file or an override sets.
     """
     num_rows = num_rows or (int(rows.metrics.get("train_rows", 0)) or None if rows else None)
     exact, lost = _read(counted) if counted else (None, "")
@@ -141,16 +143,18 @@ def hyperparameters(
         num_epochs = num_steps * float(method.rows_per_step) / examples
     length_reason = "num_steps"
     if method.num_steps is None:
-        length_reason = "num_epochs, the default" if method.num_epochs == 1 else "num_epochs"
+        is_default = method.num_epochs == 1 and "num_epochs" not in given
+        length_reason = "num_epochs, the default" if is_default else "num_epochs"
     return Hyperparameters(
-        learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
-        num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
+        learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method, given),
+        num_steps=num_steps, num_epochs=num_epochs, num_examples=examples,
+        is_exact=exact is not None or examples is None,
         global_batch_size=method.global_batch_size, length_reason=length_reason,
         warmup=method.schedule.warmup, num_rows=num_rows, lost=lost,
     )  # fmt: skip
 
 
-def _learning_rate_reason(method: TrainingRecipe) -> str:
+def _learning_rate_reason(method: TrainingRecipe, given: Collection[str]) -> str:
     default = type(method).default_learning_rate
     if default is None:
         return "as set"
@@ -159,7 +163,7 @@ def _learning_rate_reason(method: TrainingRecipe) -> str:
     under = f", x{ADAPTER_FACTOR} under an adapter" if method.adapter else ""
     applied = float(f"{default * factor:g}")
     if method.learning_rate == applied:
-        return f"default of {name}{under}"
+        return f"{'as set, the ' if 'learning_rate' in given else ''}default of {name}{under}"
     return f"as set; default of {name}{under}: {applied:g}"
 
 

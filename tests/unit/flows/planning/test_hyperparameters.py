@@ -42,6 +42,14 @@ def test_the_values_that_apply_and_why(method: SFT, shown: str) -> None:
     assert str(hyperparameters(method, None, None)).startswith(shown)
 
 
+def test_a_value_that_is_set_to_the_default_is_shown_as_set() -> None:
+    words = ["stages.sft.method.learning_rate=2e-5", "stages.sft.method.num_epochs=1"]
+    stage = load_pipeline(["pipeline=sft", "model=owner/name", *words]).stages["sft"]
+    assert isinstance(stage.method, SFT)
+    shown = str(hyperparameters(stage.method, None, None, given=stage.given))
+    assert shown == "learning_rate 2e-05 (as set, the default of SFT); 1 epoch (num_epochs), steps once tokenized"
+
+
 @pytest.mark.parametrize(
     ("fields", "shown", "length"),
     [
