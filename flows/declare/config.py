@@ -621,7 +621,8 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in _nodes(tree, "sources").items()}
     stages = {name: _stage(name, node, root, tree) for name, node in _nodes(tree, "stages").items()}
     last = {field_of(word): word for word in overrides if not word.startswith("~")}.values()
-    stages = refuse_void(tree, stages, {word: _default_paths(word, config_dir) for word in last})
+    for name, notes in refuse_void(tree, stages, {word: _default_paths(word, config_dir) for word in last}).items():
+        stages[name] = replace(stages[name], notes=(*stages[name].notes, *notes))
     pipeline = Pipeline(
         name=root.name,
         store=store_path(root.store),

@@ -1,7 +1,6 @@
 """Defaults of all stages, such as ``adapter``: how a stage takes them, and the overrides that no stage takes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from flows.declare.peer_names import value_text
 from flows.declare.pipeline import Stage, TrainingDefaults
@@ -35,16 +34,18 @@ def merged(shared: object, own: object) -> object:
     return {**shared, **own}
 
 
-def refuse_void(tree: Node, stages: Mapping[str, Stage], overrides: Mapping[str, Sequence[str]]) -> dict[str, Stage]:
+def refuse_void(
+    tree: Node, stages: Mapping[str, Stage], overrides: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
     """Refuses an override of a default where each stage that has the field sets another value itself.
 
-    Of a group, such as ``resources=fsdp``, of which stages take a part, the rest is a note of the plan.
+    Of a group, such as ``resources=fsdp``, of which stages take a part, the rest is a note: stage -> notes.
 
     Args:
         tree, stages: the configuration, and its stages.
         overrides: override -> the defaults that it sets, each as ``optimizer.name``.
     """
-    noted = dict(stages)
+    notes = dict[str, list[str]]()
     for word, paths in overrides.items():
         own, is_read = list[tuple[str, str, str]](), False
         for path in paths:
@@ -58,9 +59,8 @@ def refuse_void(tree: Node, stages: Mapping[str, Stage], overrides: Mapping[str,
             settings, remedies = (", ".join(each[1] for each in own), " ".join(each[2] for each in own))
             raise ConfigError(f"{word}: changes nothing, since {settings} is set; for that stage set {remedies}")
         for name, setting, _ in own:
-            note = f"{setting} is set, and not as {word} does"
-            noted[name] = replace(noted[name], notes=(*noted[name].notes, note))
-    return noted
+            notes.setdefault(name, []).append(f"{setting} is set, and not as {word} does")
+    return notes
 
 
 def paths_in(prefix: str, value: object) -> list[str]:

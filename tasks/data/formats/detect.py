@@ -884,8 +884,7 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
     """Refuses renames of missing columns, and renames of two columns to one name."""
     present = list(dict.fromkeys(str(name) for fields in sample for name in with_inner(fields, columns)))
     for ours, theirs in columns.items():
-        is_turned = ours in present and theirs in _KNOWN_NAMES
-        turned = f"; {inverted_hint('columns', theirs, ours)}" if is_turned else ""
+        turned = f"; {inverted_hint('columns', theirs, ours)}" if theirs in _KNOWN_NAMES and ours in present else ""
         if theirs not in present:
             found = f"{theirs!r} is not a column; there are: {', '.join(present)}{turned or '; name one of these'}"
         elif list(columns.values()).count(theirs) > 1:
