@@ -126,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
-        print(f"posttrain: stopped{how}; run the same command again to resume", file=sys.stderr)
+        command = (sys.argv[1:] if arguments is None else arguments)[:1]
+        more = "" if command == ["data"] else "; run the same command again to resume"
+        print(f"posttrain: stopped{how}{more}", file=sys.stderr)
         if arguments is None:  # called from a shell
             _end_soon()
         return STOPPED

@@ -493,7 +493,7 @@ class TrainingRecipe(Method):
         if self.num_steps is not None and self.num_epochs is not None:
             raise ConfigError(
                 f"num_steps={self.num_steps} and num_epochs={self.num_epochs:g}: one of them is the length of the "
-                "training; set the other to null"
+                "training; set the other to null: stages.STAGE.method.num_epochs=null, or num_steps=null there"
             )
         if self.num_steps is None and self.num_epochs is None:
             object.__setattr__(self, "num_epochs", 1.0)

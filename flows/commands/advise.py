@@ -118,10 +118,9 @@ def run_advise(options: argparse.Namespace) -> int:
     if options.out:
         print(f"\nwritten: posttrain plan --overrides-from {shlex.quote(str(options.out))}")
     else:
-        print(
-            "\npaste:\n"
-            + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*recorded_cli_args(options), *overrides])])
-        )
+        advised = {word.partition("=")[0] for word in overrides}
+        own = [word for word in recorded_cli_args(options) if word.partition("=")[0] not in advised]
+        print("\npaste:\n" + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*own, *overrides])]))
     return 0
 
 

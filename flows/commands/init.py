@@ -143,6 +143,8 @@ def run_init(options: argparse.Namespace) -> int:
         for each in looked if each.guessed
     ]  # fmt: skip
     toy = [_TOY] if settings["model"] == "tiny" else []
+    wants_gpu = settings.get("preset") == _QLORA and "resources.launcher" not in settings and not _gpus()
+    toy += [f"{_QLORA} needs a GPU, and this machine shows none: here posttrain run refuses it"] if wants_gpu else []
     for line in [*guesses, *toy, *filter(None, (each.short for each in recipes)), *([why] if why else [])]:
         print(on_screen(f"note: {line}"))
     made = f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}"
@@ -423,7 +425,8 @@ def _write(
     if missing := "".join(line for line in _IGNORED.splitlines(keepends=True) if line.strip() not in own.split()):
         write_output(Path(".gitignore"), f"{own}{'' if own[-1:] in ('', chr(10)) else chr(10)}{missing}")
     if not Path("README.md").exists():
-        text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF")
+        base = "base" if settings["model"] == "tiny" else f"{SOURCE}base"
+        text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF", base=base)
         write_output(Path("README.md"), text)
 
 
@@ -458,8 +461,8 @@ _README = f"""# {{name}}
     posttrain plan          # what would run, and why
     posttrain run           # runs it; the same command resumes
     posttrain ui            # models, curves, logs and lineage in a browser
-    posttrain chat {{model}}      # talk with the result
-    posttrain report {{model}}    # all about it on one page
+    posttrain chat {{model}}      # talk with the result; with the base beside it: posttrain chat {{base}} {{model}}
+    posttrain report {{model}} --html {{model}}.html    # all about it on one page, to send to a friend
     posttrain lineage {{model}}   # what it was made from
 """
 

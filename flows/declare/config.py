@@ -575,7 +575,8 @@ def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = (), *, i
     except ConfigError as error:  # raised by a dataclass that checks its fields, without knowing its location
         if str(error).startswith(where):
             raise
-        raise ConfigError(f"{where}: {error}") from error
+        text = str(error).replace("stages.STAGE.method", where) if where else str(error)
+        raise ConfigError(f"{where}: {text}") from error
 
 
 def _number_for_text(node: object, detail: Mapping[str, object]) -> tuple[str | int, ...] | None:

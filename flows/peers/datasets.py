@@ -604,6 +604,11 @@ def read_values(peer: str, file: Path) -> Values:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); name a file that exists") from error
+    if file.suffix == ".py":
+        raise ConfigError(
+            f"{file}: Python scripts are not read; a YAML or JSON file, or a shell script with the arguments of "
+            f"{peer}'s command, is accepted; write the settings as such a file"
+        )
     if file.suffix in (".yaml", ".yml", ".json"):
         try:
             values = section(yaml.safe_load(text), str(file))

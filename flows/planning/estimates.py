@@ -721,7 +721,7 @@ def unseen_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
         name for name in estimates
         if not (planned := plan.stage(name)).runs_elsewhere and not capacity(planned.stage.resources)
     ]  # fmt: skip
-    memory_note = f"{', '.join(here)}: {NO_GPU}, so memory is not checked; {PLAN_FOR}"
+    memory_note = f"{', '.join(here)}: {NO_GPU}, so run refuses it here, and memory is not checked; {PLAN_FOR}"
     return [*([memory_note] if here else []), *([speed] if timed else [])]
 
 
@@ -767,12 +767,22 @@ def with_notes(plan: Plan) -> Plan:
     plan, left_out = read_rows(plan)
     notes = [
         *position_notes(pipeline, stages), *guess_notes(pipeline, stages), *column_notes(pipeline, stages), *left_out,
-        *toy_notes(stages),
+        *toy_notes(stages), *_idle_notes(plan),
         *shares,
         *cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster]),
         *bf16_notes(stages, [name for name in stages if is_set(name, "method.precision")]), *compile_notes(stages),
     ]  # fmt: skip
     return replace(plan, notes=[*plan.notes, *notes])
+
+
+def _idle_notes(plan: Plan) -> list[str]:
+    """The trainings that change no weight."""
+    return [
+        f"{planned.name}: learns nothing, since its only step is at the learning rate 0 of the warm-up: posttrain init "
+        f"writes a recipe for few rows; or stages.{planned.name}.method.schedule.warmup=0"
+        for planned in plan.stale
+        if (found := planned.hyperparameters) and found.num_steps == 1 and found.warmup
+    ]
 
 
 def estimate_notes(plan: Plan, found: Mapping[str, Estimate]) -> list[str]:

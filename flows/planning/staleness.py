@@ -108,8 +108,7 @@ class Hyperparameters:
             length = f"{epochs} ({self.length_reason}), {about}{steps}"
         cut = ""
         if self.num_steps == 1 and self.warmup:
-            cut = "; its only step is of the warm-up, at the learning rate 0: it learns nothing "
-            cut += "(schedule.warmup=0; posttrain init writes a recipe for few rows)"
+            cut = "; it learns nothing"
         elif self.num_steps is not None and self.warmup >= self.num_steps:
             cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below"
         lost = f"; {self.lost}" if self.lost else ""

@@ -176,6 +176,9 @@ def test_with_an_adapter_the_values_are_those_of_the_adapter(command, words):
     rate = 0.0005 if "lora" in words else None  # QLoRA's default is inside its range
     assert found["stages"]["sft"].get("method.learning_rate") == rate
     assert "All weights are trained" not in text and "gpus_per_worker: 0" not in text
+    assert ("one-gpu-qlora needs a GPU, and this machine shows none" in " ".join(done.stdout.split())) == (
+        "--from" in words
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -93,3 +93,10 @@ def test_columns_of_the_project_that_other_rows_lack_are_named(tmp_path):
     remedy = "~sources.instructions.columns"
     assert f"posttrain.yaml sets sources.instructions.columns, for other rows; '{remedy}' leaves it" in done.stderr
     assert Command(tmp_path)("plan", "data=chats.jsonl", remedy).returncode == 0
+
+
+def test_a_training_that_learns_nothing_has_a_line_of_its_own(tmp_path):
+    write(tmp_path, chats=chats(60, 0))
+    steps = ("stages.sft.method.num_steps=1", "stages.sft.method.schedule.warmup=1")
+    lines = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl", *steps).stdout.splitlines()
+    assert any(line.startswith("sft: learns nothing, ") and line.endswith("schedule.warmup=0") for line in lines), lines

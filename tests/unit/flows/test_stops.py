@@ -38,6 +38,8 @@ def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_resumes_fr
     assert module.main(["run"]) == module.STOPPED
     message = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to resume\n"
     assert capsys.readouterr().err == message
+    assert module.main(["data", "a.jsonl"]) == module.STOPPED
+    assert "resume" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

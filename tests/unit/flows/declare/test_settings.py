@@ -100,7 +100,10 @@ def test_one_epoch_is_the_default_length_and_steps_fill_the_last_batch() -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_steps": 3, "num_epochs": 1.0}, r"num_steps=3 and num_epochs=1: .*set the other to null"),
+        (
+            {"num_steps": 3, "num_epochs": 1.0},
+            r"num_steps=3 and num_epochs=1: .*set the other to null: stages\.\w+\.method\.num_epochs=null",
+        ),
         ({"quantization": Quantization(format="nf4")}, r"quantization.format=nf4: .*set adapter=lora"),
     ],
 )

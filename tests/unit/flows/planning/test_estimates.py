@@ -450,7 +450,10 @@ def test_a_gpu_that_is_not_here_is_planned_for_by_its_memory(demo, monkeypatch, 
     unseen = estimates(plan)
     assert unseen["sft"].basis.endswith("at least: one row at once")
     not_checked, assumed = unseen_notes(plan, unseen)
-    assert not_checked == f"sft: {adapter_choice.NO_GPU}, so memory is not checked; {adapter_choice.PLAN_FOR}"
+    assert (
+        not_checked
+        == f"sft: {adapter_choice.NO_GPU}, so run refuses it here, and memory is not checked; {adapter_choice.PLAN_FOR}"
+    )
     assert "times are of one that reaches 400 TFLOP/s" in assumed
     with pytest.raises(ConfigError, match="no GPU is seen on this machine, whose memory decides"):
         require_fits(plan, unseen, Estimator(plan, History()), tmp_path / "fit.yaml")
