@@ -535,6 +535,9 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
     if ours := value_of(value, str(options)):
         raise ConfigError(f"{word}: no such {group}; here it is {group}={ours}; accepted: {', '.join(options)}")
+    if (own := Path("conf", group, f"{value}.yaml")).is_file():
+        form = f"posttrain plan {own}, or " if group == "pipeline" else ""
+        raise ConfigError(f"{word}: is not shipped, and {own} is not read by itself; write {form}--config-dir conf")
     other = next((name for name in groups() if isinstance(value, str) and value in _options(name, None)), "")
     there = f"did you mean {other}={value}? " if other else ""
     names = ", ".join(options) if other else listed(value, options)

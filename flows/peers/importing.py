@@ -873,7 +873,8 @@ def run_import(options: argparse.Namespace) -> int:
     is_placed = out.absolute().parent.name == "pipeline"
     moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
-    print(" ".join([f"next: {moved}posttrain plan {shlex.quote(placed)}", *more]))
+    first = f"mend the rows or {relative(out)}, which is written, then " if to_mend else ""
+    print(" ".join([f"next: {first}{moved}posttrain plan {shlex.quote(placed)}", *more]))
     return code
 
 

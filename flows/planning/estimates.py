@@ -845,7 +845,13 @@ def _counted(
     num_rows, row_bytes = counts.get(rows.name, (None, None)) if rows else (None, None)
     if num_rows is None or planned.hyperparameters.num_examples is not None:
         return planned
-    found = hyperparameters(method, None, None, num_rows, given=planned.stage.given)
+    tokenization, packs = method.tokenization(), None
+    is_text = tokenization is not None and tokenization.kind == Kind.TEXT
+    if row_bytes and tokenization and (is_text or tokenization.packing):
+        tokens = num_rows * (row_bytes[0] / _TOKEN_BYTES + (0 if is_text else _TEMPLATE_TOKENS))
+        packs = max(1, round(tokens / method.max_length))
+        row_bytes = tokens / packs * _TOKEN_BYTES, method.max_length
+    found = hyperparameters(method, None, None, num_rows, packs=packs, given=planned.stage.given)
     return replace(planned, hyperparameters=replace(found, row_bytes=row_bytes))
 
 

@@ -59,7 +59,7 @@ class Hyperparameters:
         warmup: in steps; below 1: a fraction of all steps.
         num_rows: prepared rows; None: unknown yet.
         lost: what of the rows is dropped or cut; empty: nothing, or unknown before the rows are tokenized.
-        row_bytes: bytes of a row, the mean and the most; None: unknown.
+        row_bytes: bytes of a row, or of a pack or chunk of rows, the mean and the most; None: unknown.
     """
 
     learning_rate: float
@@ -90,7 +90,9 @@ class Hyperparameters:
     def length(self) -> str:
         """``79 steps of 32 rows (num_steps), 1.01 epochs``"""
         about = "" if self.is_exact else "about "
-        rows = f" of {self.num_examples:,} {'examples' if self.is_exact else 'rows'}" if self.num_examples else ""
+        unit = "row" if self.num_examples == self.num_rows and not self.is_exact else "example"
+        some = about if unit == "example" else ""  # packs and chunks, by the bytes of rows
+        rows = f" of {some}{self.num_examples:,} {unit}{'s' * (self.num_examples != 1)}" if self.num_examples else ""
         by_steps = self.length_reason.startswith("num_steps")
         digits = 4 if not by_steps else 3 if self.is_exact else 2
         epochs = None
@@ -121,7 +123,7 @@ class Hyperparameters:
 
 def hyperparameters(
     method: TrainingRecipe, rows: Manifest | None, counted: Path | None, num_rows: int | None = None, *,
-    given: Collection[str] = (),
+    packs: int | None = None, given: Collection[str] = (),
 ) -> Hyperparameters:  # fmt: skip
     """Resolves the hyperparameters of a training.
 
@@ -129,11 +131,12 @@ def hyperparameters(
         rows: manifest of the data stage that it reads; None: unfinished, or a source.
         counted: the file of ``examples_file``; None: its rows are not counted.
         num_rows: that an unfinished data stage will have; None: as the manifest says.
+        packs: about how many packs or chunks these rows fill; None: unknown, or rows are examples.
         given: fields that a file or an override sets.
     """
     num_rows = num_rows or (int(rows.metrics.get("train_rows", 0)) or None if rows else None)
     exact, lost = _read(counted) if counted else (None, "")
-    examples = exact or _prepared(method, num_rows)
+    examples = exact or packs or _prepared(method, num_rows)
     num_steps = method.num_steps
     if num_steps is None and examples:
         num_steps = method.steps(lambda: examples)

@@ -342,6 +342,9 @@ def test_a_file_with_the_name_of_a_pipeline_that_is_shipped_gets_another(folder)
     ran = imported(folder, peer, "dpo.yml", text)
     assert ran.returncode == 0, ran.stderr
     assert "wrote conf/pipeline/axolotl-dpo.yaml  (posttrain ships a pipeline dpo too)\n" in ran.stdout
+    plan = call(["plan", "pipeline=axolotl-dpo"], folder, {})
+    own = "conf/pipeline/axolotl-dpo.yaml"
+    assert plan.returncode == 2 and f"{own} is not read by itself; write posttrain plan {own}, or --co" in plan.stderr
     ran = imported(folder, peer, "dpo.yml", text, "--out", "conf/pipeline/sft.yaml")
     assert ran.returncode == 2 and "give another name: --out conf/pipeline/axolotl-sft.yaml" in ran.stderr
 
@@ -555,7 +558,10 @@ def test_what_a_plan_would_refuse_is_named_and_assumed_values_are_told_from_the_
     assert shown["pref_beta"].endswith("method.beta=0.2") and "data.held_out=1" in shown["held_out"]
     assert shown["template"].endswith('base.chat_template="qwen2_5"')  # the model's own here is another one
     assert "differs: adapter_name_or_path: the same adapter is trained on" in ran.stdout
-    assert lines[-1] == "next: posttrain plan conf/pipeline/my-dpo.yaml resources=gpu"
+    assert lines[-1] == (
+        "next: mend the rows or conf/pipeline/my-dpo.yaml, which is written, then posttrain plan "
+        "conf/pipeline/my-dpo.yaml resources=gpu"
+    )
 
 
 def test_an_imported_pipeline_is_planned_by_its_path(folder):

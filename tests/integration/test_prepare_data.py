@@ -349,6 +349,9 @@ def test_an_empty_side_is_refused_with_the_share_that_would_fill_it(tmp_path: Pa
         prepare(tmp_path, PrepareText(held_out=0.999), numbered(1))
     with pytest.raises(DataError, match=r"^held_out=150 of \d+ rows leaves none to train on; give more rows"):
         prepare(tmp_path, PrepareText(held_out=150), numbered(150))
+    same = [{**row, "group": "one"} for row in numbered(5)]
+    with pytest.raises(DataError, match=r"^held_out=1 of 5 rows leaves none to train on: all share one prompt, or one"):
+        prepare(tmp_path, PrepareText(held_out=1), same)
 
 
 # Which rows of a source are taken, and in which order they are written.

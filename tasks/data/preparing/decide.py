@@ -42,6 +42,7 @@ class Decided:
         known: number of rows that the replayed data already has.
         duplicates: number of exact duplicates.
         lowest: smallest share of a row, in [0, 1]: a ``held_out`` above it holds out at least one row.
+        one_group: whether all rows are of one group.
         repeated: number of repetitions of rows by the mixture.
         as_read: whether rows are written in reading order.
     """
@@ -49,6 +50,7 @@ class Decided:
     known: int
     duplicates: int
     lowest: float
+    one_group: bool
     repeated: int
     as_read: bool
 
@@ -101,6 +103,7 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
         known=_number(connection, "SELECT count(*) FROM named SEMI JOIN old USING (row_id)"),
         duplicates=_number(connection, "SELECT count(*) FROM sided WHERE copy > 0"),
         lowest=_number(connection, f"SELECT coalesce(min(share), {_SHARES - 1}) FROM named") / _SHARES,
+        one_group=_number(connection, "SELECT coalesce(min(share) = max(share), false)::INT FROM named") == 1,
         repeated=repeated, as_read=as_read,
     )  # fmt: skip
 

@@ -146,6 +146,11 @@ def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -
         return DataError("the one row leaves none to measure on beside it; give two or more, better a hundred")
     if not counts["held_out_rows"]:
         return DataError(f"{found} to measure on; give more rows or groups, or a held_out above {decided.lowest:.3f}")
+    if not counts["train_rows"] and decided.one_group:
+        return DataError(
+            f"{found} to train on: all share one prompt, or one value of the column group, so they are one group, "
+            "which is on one side whole; give rows of other prompts, or another group to each"
+        )
     if not counts["train_rows"]:
         return DataError(f"{found} to train on; give more rows or groups, or a smaller held_out")
     return None
