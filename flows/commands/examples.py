@@ -166,7 +166,10 @@ _HABITS = (
     ("sft cpt dpo kto grpo reward", "posttrain run pipeline={0} model=owner/name data=FILE"),
     ("rm pretrain pt", "posttrain run pipeline=reward, or pipeline=cpt"),
     ("eval evaluate bench benchmark", "posttrain run, in whose pipeline the stage evaluate measures the models"),
-    ("generate infer inference predict", 'posttrain chat REF, and for scripts: posttrain chat REF --once "..."'),
+    (
+        "generate infer inference predict",
+        'posttrain chat REF, in scripts with --once "...", or posttrain serve-model REF',
+    ),
     ("webui board dashboard", "posttrain ui, which shows the store, or posttrain serve, which starts runs"),
     ("webchat", "posttrain chat REF, and behind a page of yours: posttrain serve-model REF"),
     ("api vllm-serve", "posttrain serve-model REF, which answers as OpenAI's API does"),

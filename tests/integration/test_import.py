@@ -339,13 +339,13 @@ def test_a_file_of_another_peer_or_of_no_training_gets_its_own_command(tmp_path,
 
 def test_a_file_with_the_name_of_a_pipeline_that_is_shipped_gets_another(folder):
     peer, text, *_ = EXAMPLES["axolotl_dpo"]
-    ran = imported(folder, peer, "dpo.yml", text)
+    ran = imported(folder, peer, "simpo.yml", text)
     assert ran.returncode == 0, ran.stderr
-    assert "wrote conf/pipeline/axolotl-dpo.yaml  (posttrain ships a pipeline dpo too)\n" in ran.stdout
-    plan = call(["plan", "pipeline=axolotl-dpo"], folder, {})
-    own = "conf/pipeline/axolotl-dpo.yaml"
+    assert "wrote conf/pipeline/axolotl-simpo.yaml  (posttrain ships a pipeline simpo too)\n" in ran.stdout
+    plan = call(["plan", "pipeline=axolotl-simpo"], folder, {})
+    own = "conf/pipeline/axolotl-simpo.yaml"
     assert plan.returncode == 2 and f"{own} is not read by itself; write posttrain plan {own}, or --co" in plan.stderr
-    ran = imported(folder, peer, "dpo.yml", text, "--out", "conf/pipeline/sft.yaml")
+    ran = imported(folder, peer, "simpo.yml", text, "--out", "conf/pipeline/sft.yaml")
     assert ran.returncode == 2 and "give another name: --out conf/pipeline/axolotl-sft.yaml" in ran.stderr
 
 
