@@ -82,6 +82,10 @@ class Draft:
     def skip(self, key: str, why: str) -> None:
         self.not_needed[key] = why
 
+    def places(self) -> dict[str, str]:
+        """Key -> the field that it is here."""
+        return {key: ours.partition("=")[0] for key, ours in self.mapped.items()}
+
     def refuse(self, key: str, value: object, why: str) -> None:
         self.refused[key] = f"{key}={json.dumps(value)}: {why}"
 

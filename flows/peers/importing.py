@@ -628,8 +628,8 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
         _one(draft, key, value)
     draft.assumed = {key for key in assumed if flat.get(key) is None}
-    theirs = {ours: key for key, ours in _places(draft).items() if key in draft.assumed}
-    for key, ours in _places(draft).items():
+    theirs = {ours: key for key, ours in draft.places().items() if key in draft.assumed}
+    for key, ours in draft.places().items():
         is_other = key in flat and key not in draft.assumed and "=" not in FIELDS.get(key, "")
         if ours in theirs and is_other:
             draft.refuse(key, number(flat[key]), f"{_TITLES[peer]} name of it is {theirs[ours]}")
@@ -637,10 +637,6 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
         draft.skip(key, "it has no value")
     _finish(draft)
     return draft
-
-
-def _places(draft: Draft) -> dict[str, str]:
-    return {key: ours.partition("=")[0] for key, ours in draft.mapped.items()}
 
 
 def _turned_off(key: str, value: object) -> tuple[str, object]:
