@@ -32,7 +32,7 @@ from flows.declare.defaults import DEFAULTS_OF, applies_precision, merged, paths
 from flows.declare.operation import Operation
 from flows.declare.peer_names import problem, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
-from flows.declare.project import DATA_KEY, data_key, meant, quoted, require_global
+from flows.declare.project import DATA_KEY, data_key, meant, quoted, require_global, several_files
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
@@ -343,7 +343,7 @@ def _apply(tree: Tree, override: Override) -> None:
     """Sets or deletes a value; mappings are merged into those that are there, and missing parents are added."""
     key, value = override.key_or_group, override.value()
     if key.partition(".")[0] == DATA_KEY:
-        key = data_key(tree, key)
+        key = data_key(tree, key, value)
     *parents, last = split_key(key)
     node: object = tree
     for part in parents:
@@ -465,6 +465,8 @@ def _value(word: str) -> Override:
     if re.split("[./]", key)[0] == "hydra":
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")
     if override.is_sweep_override():
+        if key.partition(".")[0] == DATA_KEY:
+            raise ConfigError(f"{word}: {several_files(word.partition('=')[2].split(','))}; run --multirun tries each")
         raise ConfigError(
             f"{word}: several values for one field; one run takes one value, run --multirun tries each "
             "(quote a value that has commas)"

@@ -20,8 +20,10 @@ _SCRATCH = "tasks.base_model.BaseModel"
 Node = Mapping[str, object]
 
 
-def data_key(tree: Node, key: str) -> str:
+def data_key(tree: Node, key: str, value: object = None) -> str:
     """The key that ``data`` stands for, the path of the only source of rows; or ``data.NAME``, of one of several."""
+    if isinstance(value, list):
+        raise ConfigError(f"{key}=[{', '.join(map(str, value))}]: {several_files(list(map(str, value)))}")
     names, name = data_sources(tree), key.partition(".")[2]
     if not name and len(names) == 1:
         (name,) = names
@@ -32,6 +34,16 @@ def data_key(tree: Node, key: str) -> str:
     raise ConfigError(
         f"{key}: {found}; accepted: {listed(key, accepted) if name else ', '.join(accepted) or 'none'}; one source is "
         "read by pipeline=sft, cpt, dpo, reward, kto and grpo"
+    )
+
+
+def several_files(paths: Sequence[str]) -> str:
+    """What to type where ``data`` has several files."""
+    first, second = map(shlex.quote, paths[:2]) if len(paths) > 1 else ("a.csv", "b.json")
+    return (
+        "one file, folder or glob is accepted, as 'data=rows-*.jsonl'; files in several formats are a source each: "
+        f"data={first} sources.more.path={second} stages.instructions.inputs.rows_2=source:more (posttrain init DIR "
+        f"--data {first} {second} writes it)"
     )
 
 

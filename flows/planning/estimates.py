@@ -831,6 +831,8 @@ def _addressed(text: str, planned: PlannedStage, read: Mapping[str, Source | Non
     own = sorted({file for word, file in project_files.items() if word.startswith(f"{source}.columns")})
     if own and " is not a column; " in text:
         text += f"; {own[0]} sets {source}.columns, for other rows; '~{source}.columns' leaves it out"
+    if " rows cannot be used:" in text and any(each and Path(each.path).is_dir() for each in read.values()):
+        text += "; files in several formats are a source each (docs/data.md, Sources)"
     return text.replace("sources.NAME", source).replace("stages.STAGE", f"stages.{planned.name}")
 
 

@@ -202,7 +202,7 @@ MISTAKES = {
     f"{PLAN} stages.sft.method.learning_rate = 1e-5": "write key=value without spaces",
     f"{PLAN} stages.instructions.method.held_out=60": "held_out=60 of 60 rows leaves none to train on",
     f"{PLAN} precision=float16": "here it is precision=fp16",
-    "plan pipeline=sft model=model data=[a,b]": "several files are a glob such as 'data=rows-*.jsonl'",
+    "plan pipeline=sft model=model data=[a,b]": "several formats are a source each: data=a sources.more.path=b",
     f"{PLAN} sources.base.tokenizer=~/none": "no such directory from",
     "import axolotl made/posttrain.yaml": "but of posttrain: posttrain plan made/posttrain.yaml",
     "promote sft": "the following arguments are required: --alias",

@@ -270,6 +270,8 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("stages.left.method.optimizer=adam", "write stages.left.method.optimizer.name=adamw_torch_fused"),
         ("stages.left.method.learning_rate=", "write stages.left.method.learning_rate=NUMBER"),
         ("sources.rows.path=[a,b]", r"several files are a glob such as 'data=rows-\*.jsonl'"),
+        ("data=a.csv,b.json", "data=a.csv sources.more.path=b.json stages.instructions.inputs.rows_2=source:more"),
+        ("data=[a.csv,b.json]", "data=a.csv sources.more.path=b.json stages.instructions.inputs.rows_2=source:more"),
         ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
         (
             "resources.keep_best=loss",
