@@ -39,20 +39,26 @@ def refuse_void(
 ) -> dict[str, list[str]]:
     """Refuses an override of a default where each stage that has the field sets another value itself.
 
+    Where an override of the stage's own field follows, both are kept: the two were chosen together.
     Of a group, such as ``resources=fsdp``, of which stages take a part, the rest is a note: stage -> notes.
 
     Args:
         tree, stages: the configuration, and its stages.
         overrides: override -> the defaults that it sets, each as ``optimizer.name``.
     """
-    notes = dict[str, list[str]]()
-    for word, paths in overrides.items():
+    notes, names = dict[str, list[str]](), [word.partition("=")[0].lstrip("+") for word in overrides]
+    for index, (word, paths) in enumerate(overrides.items()):
         own, is_read = list[tuple[str, str, str]](), False
         for path in paths:
             taking = {name: place for name, each in stages.items() if (place := _place(each, path))}
             found = {name: _own_setting(name, tree, path, place) for name, place in taking.items()}
             is_read |= not all(found.values())
-            own += [(name, *each) for name, each in found.items() if each] if all(found.values()) else []
+            if all(found.values()):
+                own += [
+                    (name, *each)
+                    for name, each in found.items()
+                    if each and each[0].partition("=")[0] not in names[index:]
+                ]
             if path.startswith("training.") and not found:
                 raise ConfigError(f"{word}: no stage reads {path}; stages.NAME.method.FIELD sets a field of one stage")
         if own and not is_read:

@@ -106,7 +106,7 @@ class Stage:
     inputs: Mapping[str, str]
     resources: Resources
     notes: tuple[str, ...] = ()
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = field(default=frozenset(), compare=False)
     choices: "Mapping[str, Stage]" = field(default_factory=dict)
 
 
