@@ -110,39 +110,40 @@ def _detected(rows: Sequence[Fields], source: Source, method: Prepare) -> Detect
     )  # fmt: skip
 
 
+def _row_sources(pipeline: Pipeline, stages: Collection[str]) -> Iterator[tuple[str, str, Prepare]]:
+    """Each data stage of these with each of its sources of rows, by name, and its method."""
+    for name in stages:
+        method, inputs = pipeline.stages[name].method, pipeline.stages[name].inputs
+        if isinstance(method, Prepare):
+            for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
+                yield name, ref.removeprefix(SOURCE), method
+
+
 def guess_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
     """Notes on files on this machine whose columns are guessed by their names."""
     found = []
-    for name in stages:
-        method, inputs = pipeline.stages[name].method, pipeline.stages[name].inputs
-        if not isinstance(method, Prepare):
-            continue
-        for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
-            source = pipeline.sources[ref.removeprefix(SOURCE)]
-            with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
-                rows = _read_rows(source, method.prompt_template)
-                guess = None if is_tree(rows, source.columns) else _detected(rows, source, method).guess
-                if guess:
-                    found.append(
-                        f"{name}: the columns of {source.path} are a guess by their names: "
-                        f"{guess.settings(ref.removeprefix(SOURCE), name)} says the same, or names others"
-                    )
+    for name, source_name, method in _row_sources(pipeline, stages):
+        source = pipeline.sources[source_name]
+        with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
+            rows = _read_rows(source, method.prompt_template)
+            guess = None if is_tree(rows, source.columns) else _detected(rows, source, method).guess
+            if guess:
+                found.append(
+                    f"{name}: the columns of {source.path} are a guess by their names: "
+                    f"{guess.settings(source_name, name)} says the same, or names others"
+                )
     return found
 
 
 def column_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
     """Notes on columns of files on this machine that their data stage would not read, from their first rows."""
     found = []
-    for name in stages:
-        method, inputs = pipeline.stages[name].method, pipeline.stages[name].inputs
-        if not isinstance(method, Prepare):
-            continue
-        for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
-            source = pipeline.sources[ref.removeprefix(SOURCE)]
-            with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
-                unread = _unread_columns(source, method)
-                if unread:
-                    found.append(f"{name}: columns of {source.path} that are not read: {', '.join(unread)}")
+    for name, source_name, method in _row_sources(pipeline, stages):
+        source = pipeline.sources[source_name]
+        with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
+            unread = _unread_columns(source, method)
+            if unread:
+                found.append(f"{name}: columns of {source.path} that are not read: {', '.join(unread)}")
     return found
 
 
