@@ -55,7 +55,12 @@ _FRACTION = re.compile(
 _VULGAR = re.compile(r"(?<![\d.,])(\d{0,15})([\u00bc-\u00be\u2150-\u215e])")  # such as ½ and 1½
 # Of thousands: in code, in LaTeX, and spaces that no line is broken at.
 _SEPARATOR = re.compile(r"(?<=\d)(?:_|\{,\}|,\\!|\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-_POWER = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|\u00d7|\*)\s?10\s?\^\s?(?:\{\s?([-+]?\d{1,3})\s?\}|([-+]?\d{1,3}))")
+_SUPERSCRIPTS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
+_RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]{1,3}")
+_EXPONENT = r"\s?\^\s?(?:\{\s?([-+]?\d{1,3})\s?\}|([-+]?\d{1,3}))"
+_POWER_OF_TEN = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|[\u00d7\u00b7\u22c5*xX])\s?10" + _EXPONENT)
+_POWER = re.compile(r"(?<![\d.,^{])(\d{1,15}(?:\.\d{1,15})?)" + _EXPONENT)
+_OF_UNIT = re.compile(r"(?<=[^\W\d_])\}?" + _EXPONENT)  # no number: that of cm^2, \text{cm}^{2} or x^3
 _PLAIN = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 _NUMBER = re.compile(rf"(?<![\w.])(?:(?<![\)\]])(?P<sign>[-+]))?\$?(?:(?P<whole>\d{{1,15}}) (?=\d{{1,15}}\s?/\s?\d))?"
                      rf"(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN}))?(?P<percent>\s?\\?%)?")  # fmt: skip
@@ -85,8 +90,8 @@ def _numeric(reward: RewardFunction, answer: Answer) -> float:
     """1 where the last number of an answer is that of the column, within a tolerance.
 
     Numbers may have thousands separators (1,000, 1_000 or LaTeX's 1{,}000), a fraction (3/4, 1 3/4, ½ or LaTeX's), an
-    exponent (1e3, 2*10^3) or a percent sign (12% is 0.12). Partial credit falls with the relative error, and is 0 from
-    an error of 100 % on.
+    exponent (1e3, 2*10^3, 2^10) or a percent sign (12% is 0.12). The exponent of a unit (5 cm^2) is no number. Partial
+    credit falls with the relative error, and is 0 from an error of 100 % on.
     """
     found, right = last_number(answer.text), last_number(as_text(answer.row[column_of(reward)]))
     assert right is not None
@@ -112,10 +117,19 @@ def _require_number(reward: RewardFunction, row: Mapping[str, object]) -> None:
 def last_number(text: str) -> float | None:
     """The last number of a text; None: it has none that is finite."""
     text = _SEPARATOR.sub("", text.translate(_LIKE_ASCII))
-    text = _POWER.sub(r"e\1\2", _FRACTION.sub(_slashed, text))
+    text = _RAISED.sub(lambda found: "^" + found[0].translate(_SUPERSCRIPTS), _FRACTION.sub(_slashed, text))
+    text = _OF_UNIT.sub("", _POWER.sub(_power, _POWER_OF_TEN.sub(r"e\1\2", text)))
     text = _VULGAR.sub(lambda found: repr(int(found[1] or 0) + unicodedata.numeric(found[2])), text)
     found = deque(_NUMBER.finditer(text), maxlen=1)
     return _number_of(found[0]) if found else None
+
+
+def _power(found: re.Match[str]) -> str:
+    """A power of a number as a number; as it is where it is none that is finite."""
+    try:
+        return repr(float(found[1]) ** int(found[2] or found[3]))
+    except ArithmeticError:
+        return found[0]
 
 
 def _slashed(found: re.Match[str]) -> str:

@@ -72,15 +72,24 @@ _NOT_OPTIONS = ("function", "weight", "allow_code")
 OPTIONS = tuple(each.name for each in fields(RewardFunction) if each.name not in _NOT_OPTIONS)
 
 
+# Of built-in functions that gave other scores before.
+_VERSIONS: Mapping[str, Mapping[str, int]] = {
+    "numeric": {"version": 2},  # 1 took the exponent of 5 cm^2, and that of a power but 2*10^3, for the number
+}
+
+
 def identity_of(rewards: Rewards) -> dict[str, object]:
     """What the rewards are, for a fingerprint: of a Python file its name, as no path is part of an identity.
 
     The code of a Python function is not in it, as a method's is not: ``code_of_rewards`` is recorded, and compared.
     """
     return {
-        key: {**reward.options(), "function": _name(key, reward), "weight": reward.weight}
+        key: {
+            **reward.options(), **_VERSIONS.get(name := _name(key, reward), {}), "function": name,
+            "weight": reward.weight,
+        }
         for key, reward in rewards.items()
-    }
+    }  # fmt: skip
 
 
 def _name(key: str, reward: RewardFunction) -> str:
