@@ -402,7 +402,8 @@ def _in_parts(encoder: Encoder, rendered: Rendered, whole: Encoded) -> Encoded:
     before = [0, *accumulate(len(part.ids) for part in parts)]
     joined = Joined(text=text, parts=parts, places=borders, num_merged=0)
     if not rendered.literal and joined.ids == whole.ids:
-        return whole
+        # A normalizer may join the blanks of both sides, so that no token of the whole text ends there.
+        return whole if all(whole.ends_at(start) for start in rendered.starts) else joined
     merged = sum(not whole.ends_at(start) for start in rendered.starts)
     if not rendered.literal and not merged:  # a side has other tokens, though none lies across the place
         merged = sum(joined.ids[:at] != whole.ids[:at] for at in before[1:-1]) or 1

@@ -475,7 +475,8 @@ class ControlTokens:
     """The tokens that only a chat template may write: special tokens, and added ones with which it parts turns.
 
     Texts of the assistant may have those that begin and end thinking. Other added tokens, such as ``<tool_call>``, are
-    text: their authors let a tokenizer find them in any text.
+    text: their authors let a tokenizer find them in any text. So are added blanks and words, which a template writes
+    too: Gemma's newlines are such tokens.
     """
 
     texts: frozenset[str]
@@ -492,7 +493,8 @@ class ControlTokens:
                 (text,) = template.render([messages], None, "", prompt=True)
             except PipelineError:  # it takes no system message
                 continue
-            found |= set(any_of(stops.added).findall(text)) - {OPEN, CLOSE}
+            marks = set(any_of(stops.added).findall(text)) - {OPEN, CLOSE}
+            found |= {each for each in marks if not each.replace(" ", "").isalnum() and not each.isspace()}
             break
         return ControlTokens(texts=frozenset(found))
 

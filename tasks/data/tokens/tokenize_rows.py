@@ -466,7 +466,7 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase", policy: "Input")
         raise ConfigError(_NO_TEMPLATE.format(model=f"the model of {policy.name!r}"))
 
 
-TOKENS_VERSION = 6  # raise it when the same rows, tokenizer and options now give other tokens
+TOKENS_VERSION = 7  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
 _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
 

@@ -320,6 +320,38 @@ def test_a_turn_marker_that_is_added_and_not_special_is_a_control_token_too() ->
     assert [ids.count(tokenizer.convert_tokens_to_ids(each)) for each in ("<|im_start|>", "<|im_end|>")] == [2, 2]
 
 
+@pytest.mark.parametrize("kind", [Kind.CONVERSATIONS, Kind.PREFERENCES, Kind.PROMPTS])
+def test_added_newlines_and_words_are_text_though_the_template_writes_them(kind: Kind) -> None:
+    """As Gemma's tokenizer has newlines; its template trims contents."""
+    backend = Tokenizer.from_str(tokenizer_of("prepend", "gemma").backend_tokenizer.to_str())
+    backend.add_tokens([AddedToken(each, normalized=False) for each in ("\n", "\n\n", "user")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    tokenizer.chat_template = template_of("gemma")
+    messages: list[Message] = [
+        {"role": "user", "content": "a user\n\n"}, {"role": "assistant", "content": "One\ntwo.\n\nThree\n"},
+    ]  # fmt: skip
+    found = tokens(kind, tokenizer, row_of(kind, messages, last="no"))
+    assert not found.outcome.spelled
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    answer = tokenizer("One\ntwo.\n\nThree<end_of_turn>", add_special_tokens=False)["input_ids"]
+    ids = [each for name in ("input_ids", "prompt_ids", "chosen_ids") for each in found.columns.get(name, [])]
+    assert ids == (prompt if kind == Kind.PROMPTS else prompt + answer)
+
+
+def test_blanks_that_a_normalizer_joins_over_the_beginning_of_an_answer_are_the_prompt_s() -> None:
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((each, -9.0) for each in "\u2581abq?01sert")], 0))
+    backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>")
+    tokenizer.chat_template = CHATML
+    messages = asked("\n\na")
+    found = tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, messages))
+    ((start, _),) = trained(found.columns)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert found.columns["input_ids"][:start] == prompt
+
+
 @pytest.mark.parametrize(("option", "ends"), [("keep", 4), ("text", 2), (None, 2)])
 def test_control_tokens_are_kept_where_that_is_set(option: ControlText | None, ends: int) -> None:
     tokenizer = tokenizer_of("byte level")
