@@ -21,6 +21,7 @@ from lineage.secrets import first_line, redacted, refuse_secrets
 from lineage.source.source_checks import readable_as
 
 RECORD = "checkpoint.json"
+NOT_SENT = "not-sent.txt"  # in a stage's work directory: why its mirror lacks the newest checkpoint
 _PIECE_BYTES = 8 * 2**20
 _DIGEST = "digest"  # SHA-256 of all else in the record
 
@@ -252,6 +253,13 @@ _ACCESS = (
     "with its package installed (s3fs, gcsfs, adlfs) and credentials in the environment (of s3:// "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL for a server of your own); or set it to null"
 )
+
+
+def not_sent(work: Path) -> str:
+    """What the mirror of a training lacks, to be added to a message; empty: nothing."""
+    with contextlib.suppress(OSError):
+        return f"; {(work / NOT_SENT).read_text()}"
+    return ""
 
 
 class Mirror:

@@ -64,6 +64,11 @@ class StageError(PipelineError):
         super().__init__(stage, cause, log, exit_code)
         self.stage, self.cause, self.log, self.exit_code = stage, cause, log, exit_code
 
+    def add(self, note: str) -> None:
+        """Adds to the cause."""
+        self.cause += note
+        self.args = (self.stage, self.cause, *self.args[2:])  # as it pickles
+
     def __str__(self) -> str:
         return f"stage {self.stage} failed: {self.cause} (log: {self.log})"
 

@@ -19,7 +19,7 @@ from flows.stages.job import Job
 from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, ask_cluster, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
-from lineage.checkpoints import Checkpoint, Mirror
+from lineage.checkpoints import Checkpoint, Mirror, not_sent
 from lineage.errors import ArtifactError, AskedError, ConfigError, LostError, ShortError, StageError
 from lineage.filesystem.digest import digest_files, digest_of
 from lineage.filesystem.disk import explain_full_disk
@@ -353,7 +353,10 @@ def run_attempts(
         step = checkpoint.step if checkpoint else 0
         try:
             return run(replace(job, resume_from=entry.checkpoints.path(step) if checkpoint else None))
-        except LostError as lost:
+        except StageError as lost:
+            lost.add(not_sent(entry.work))
+            if not isinstance(lost, LostError):
+                raise
             job.require_lease()  # else another run may be using the directory now
             checkpoint = last_intact(planned, entry)
             has_resumed = checkpoint is not None and checkpoint.step > step
@@ -379,9 +382,17 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
         StageError: there are checkpoints and all are damaged: a restart loses their steps, so the user asks for it.
     """
     found, damaged = entry.checkpoints.newest_intact()
-    if (mirror := mirror_of(planned, entry)) and (mirrored := adopted(mirror, entry, found.step if found else 0)):
-        logger.warning("stage=%s checkpoint=step-%d from=%s", planned.name, mirrored.step, mirror.url)
-        return mirrored
+    if mirror := mirror_of(planned, entry):
+        try:
+            mirrored = adopted(mirror, entry, found.step if found else 0)
+        except ConfigError as error:  # it was there when the stage started
+            if found is None:
+                raise
+            mirrored = None
+            logger.warning("stage=%s checkpoint=step-%d of the store: %s", planned.name, found.step, error)
+        if mirrored:
+            logger.warning("stage=%s checkpoint=step-%d from=%s", planned.name, mirrored.step, mirror.url)
+            return mirrored
     if found is None and damaged:
         with entry.log.open("a") as log:
             log.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)

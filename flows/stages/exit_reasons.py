@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.stages.job import Job
 from flows.stages.resources import Cluster, describe_workers
+from lineage.checkpoints import not_sent
 from lineage.errors import AskedError, LostError, NoMemoryError, PipelineError, ShortError, StageError, StoppedError
 from lineage.secrets import first_line
 from tasks.context import Launcher
@@ -115,7 +116,8 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
 def left(job: Job) -> str:
     """What a stage that was stopped resumes from."""
     steps = job.entry.checkpoints.steps()
-    return f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} starts again"
+    saved = f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} starts again"
+    return f"{saved}{not_sent(job.entry.work)}"
 
 
 def cluster_lost(job: Job, cause: str) -> LostError:

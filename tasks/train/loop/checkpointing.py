@@ -28,7 +28,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lineage.checkpoints import Checkpoint, Checkpoints, Mirror
+from lineage.checkpoints import NOT_SENT, Checkpoint, Checkpoints, Mirror
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import atomic_write
 from lineage.secrets import first_line
@@ -96,10 +96,15 @@ _NICENESS = 10  # of the thread that writes: the training comes first
 
 
 class Uploads:
-    """Copies checkpoints to their mirror beside the training, one at a time; of those that wait, only the newest."""
+    """Copies checkpoints to their mirror beside the training, one at a time; of those that wait, only the newest.
 
-    def __init__(self, mirror: Mirror, store: Checkpoints) -> None:
-        self.mirror, self.store = mirror, store
+    Args:
+        note: a file that says what the mirror lacks, for who reports how the training ended; there is none if nothing.
+    """
+
+    def __init__(self, mirror: Mirror, store: Checkpoints, note: Path) -> None:
+        self.mirror, self.store, self.note = mirror, store, note
+        note.unlink(missing_ok=True)
         self._lock = threading.Lock()
         self._waiting: tuple[Checkpoint, Sequence[int]] | None = None
         self._sending: int | None = None
@@ -143,16 +148,21 @@ class Uploads:
             try:
                 if self.mirror.push(self.store.path(record.step), record, self._cancelled.is_set):
                     self._last = record.step
+                    self.note.unlink(missing_ok=True)
                     self.mirror.keep(kept)
                     seconds = time.monotonic() - start
                     logger.info("step=%d mirror=%s state=sent seconds=%.1f", record.step, self.mirror.url, seconds)
             except Exception as error:  # of a file system's own library: no common base
+                last = "it has none of this run" if self._last is None else f"its last good one is of step {self._last}"
+                cause = f"({first_line(error)}): {last}"
                 logger.warning(
-                    "step=%d mirror=%s state=not sent (%s): %s; the store has it, and the next one is tried again: see "
-                    "that the mirror can be written",
-                    record.step, self.mirror.url, first_line(error),
-                    "it has none of this run" if self._last is None else f"its last good one is of step {self._last}",
+                    "step=%d mirror=%s state=not sent %s; the store has it, and the next one is tried again: see that "
+                    "the mirror can be written", record.step, self.mirror.url, cause,
                 )  # fmt: skip
+                with suppress(OSError):
+                    atomic_write(
+                        self.note, f"its checkpoint of step {record.step} was not sent to {self.mirror.url} {cause}"
+                    )
 
 
 def yield_to_training() -> None:
@@ -185,7 +195,8 @@ class Saver:
         self.scoring: Scoring | None = None
         self._uploads: Uploads | None = None
         if mirror and self.store and ctx.rank == 0:
-            self._uploads = Uploads(Mirror(mirror, self.store.directory.parent), self.store)
+            copies = Mirror(mirror, self.store.directory.parent)
+            self._uploads = Uploads(copies, self.store, ctx.work_dir / NOT_SENT)
 
     def begin(self, step: int) -> None:
         """Starts the clock, and deletes checkpoints after the step: a resume from an earlier one means damage."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lineage.checkpoints import Checkpoints, Mirror
+from lineage.checkpoints import Checkpoints, Mirror, not_sent
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.digest import digest_files
 from lineage.filesystem.disk import explain_full_disk
@@ -192,9 +192,14 @@ def test_a_mirror_that_refuses_a_checkpoint_is_a_warning_with_the_last_good_one(
     (tmp_path / "mirror").write_text("no directory")
     writer.save(4, state(4.0), {}, waits=True)
     assert "state=not sent (" in caplog.text and "its last good one is of step 2" in caplog.text
+    lacks = f"; its checkpoint of step 4 was not sent to file://{tmp_path}/mirror/"
+    assert not_sent(writer.ctx.work_dir).startswith(lacks)
     assert writer.agreed(5, CPU) == (False, False)
     with pytest.raises(ConfigError, match=r"resources.checkpoint_mirror=file://.*: cannot be written \("):
         Mirror(f"file://{tmp_path}/mirror", tmp_path).require_writable()
+    (tmp_path / "mirror").unlink()
+    writer.save(6, state(6.0), {}, waits=True)
+    assert not_sent(writer.ctx.work_dir) == ""
 
 
 def test_a_slow_mirror_holds_up_no_save_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
+import copy
 import json
+import pickle
 import shutil
 import socket
 from dataclasses import replace
@@ -11,9 +13,10 @@ import pytest
 
 from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import begin, fitting, last_intact, mirror_of, nodes_used, run_attempts, settle_last_run
-from flows.stages.exit_reasons import failed
+from flows.stages.exit_reasons import failed, left
 from flows.stages.job import Job
 from flows.stages.resources import Cluster, Node
+from lineage.checkpoints import NOT_SENT
 from lineage.errors import AskedError, LostError, NoMemoryError, ShortError, StageError
 from lineage.filesystem.owner import Owner, host
 from lineage.record.attempts import Attempt, attempts, record_attempt, resumed_at
@@ -38,7 +41,7 @@ class Stage:
             directory=self.entry.path,
         )  # fmt: skip
         self.began = []
-        self.damages = False
+        self.damages, self.not_sent = False, ""
 
     def run(self, *ends):
         left = iter(ends)
@@ -50,6 +53,8 @@ class Stage:
                 path = save(self.entry, saved)
                 if self.damages:
                     (path / "state.txt").write_text("flipped")
+            if self.not_sent:
+                (self.entry.work / NOT_SENT).write_text(self.not_sent)
             if end:
                 raise end
             return {"loss": 1.0}
@@ -82,6 +87,21 @@ def test_what_this_machine_lost_comes_from_the_mirror_once_its_digests_are_check
     assert ("state.txt has SHA-256" in caplog.text) == (step == 4)
     mirror.keep([4])
     assert mirror.steps() == [4]
+
+
+@pytest.mark.parametrize("end", [KILLED, StageError("left", "loss=nan", "log", 2)])
+def test_a_mirror_that_is_lost_is_named_with_the_cause_of_the_failure_and_holds_up_no_resume(toy, tmp_path, end):
+    place = tmp_path / "mirror"
+    stage = Stage(lambda *given: toy(*given, f"stages.left.resources.checkpoint_mirror=file://{place}"), max_failures=1)
+    stage.not_sent = "its checkpoint of step 4 was not sent to file://m (OSError): it has none"
+    place.write_text("no directory")
+    cause = rf"{end.cause}; its checkpoint of step 4 was not sent to file://m \(OSError\): it has none \(log: "
+    save(stage.entry, 2)
+    with pytest.raises(type(end), match=cause) as error:
+        stage.run((None, copy.deepcopy(end)), (None, copy.deepcopy(end)))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert stage.began == [2, 2] if end is KILLED else [2]
+    assert left(stage.job).startswith("left saved at step 2; its checkpoint of step 4 was not sent to ")
 
 
 def test_a_stage_that_gets_on_is_tried_for_as_long_as_it_takes(toy):
