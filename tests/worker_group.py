@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -41,7 +41,8 @@ class Asked:
     resume_step: int | None = None
     stop_after: int | None = None
     only_first_sees: bool = False
-    weighs: bool = False  # whether memory and bytes sent are counted
+    weighs: bool = False  # whether memory is counted
+    counts_sent: bool = False  # whether bytes sent are
 
     def context(self, reports: list[tuple[int, Metrics]], rank: int) -> TrainContext:
         checkpoints = self.folder / "checkpoints"
@@ -96,7 +97,8 @@ def train(asked: Asked, rank: int = 0) -> Done:
         return reduce(tensor, *given, **named)
 
     noting = mock.patch("torch.distributed.all_reduce", counting)
-    with noting, _noted(batches, storages), _counted(held), training.one_thread(), _weighed(held, asked.weighs):
+    sent = _sending(held) if asked.counts_sent else nullcontext()
+    with noting, _noted(batches, storages), _counted(held), training.one_thread(), _weighed(held, asked.weighs), sent:
         context, metrics = asked.context(reports, rank), dict[str, float]()
         try:
             metrics |= asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -181,7 +183,7 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
 
 @contextmanager
 def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
-    """Counts the memory of this process alone, at its peak over that at the start, and the bytes that it sends.
+    """Counts the memory of this process alone, at its peak over that at the start.
 
     Pages of files are not counted: the system takes them back where it needs memory. What is freed is not counted
     either: it goes back at once.
@@ -189,17 +191,9 @@ def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
     if not weighs:
         yield
         return
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     gc.collect()
     free_at_once()
     start, ended = own_memory(), threading.Event()
-
-    class Sending(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            held["sent"] = held.get("sent", 0) + _sent(func, [*args, *(kwargs or {}).values(), found])
-            return found
 
     def watch() -> None:
         while not ended.wait(0.002):
@@ -208,11 +202,23 @@ def _weighed(held: dict[str, int], weighs: bool) -> Iterator[None]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        with Sending():
-            yield
+        yield
     finally:
         ended.set()
         thread.join()
+
+
+def _sending(held: dict[str, int]) -> AbstractContextManager[Any]:
+    """Counts the bytes that this process sends; what it computes is freed by collections alone."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sending(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            held["sent"] = held.get("sent", 0) + _sent(func, [*args, *(kwargs or {}).values(), found])
+            return found
+
+    return Sending()
 
 
 def free_at_once() -> None:
@@ -342,8 +348,10 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
     def prepared(trainer: Any, *args: Any) -> Any:
         found = prepare(trainer, *args)
         step = trainer.optimizer.step
+        trained = [] if trainer.deepspeed else [*trainer.model.parameters()]  # DeepSpeed has them in its buffers
 
         def stepped(*given: Any, **more: Any) -> Any:
+            peak("gradients", _gradients(trained))
             done = step(*given, **more)
             states = [value for each in trainer.optimizer.state.values() for value in each.values()]
             peak("optimizer", sum(local(each).nbytes for each in states if isinstance(each, torch.Tensor)))
@@ -406,6 +414,12 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
     if hasattr(zero, "parameter_offload"):
         gathering = zero.parameter_offload.param_coordinator
         gathering.fetch_sub_module = weighed(gathering.fetch_sub_module)
+
+
+def _gradients(parameters: list[Any]) -> int:
+    from tasks.train.sharding import local
+
+    return sum(_storages([local(each.grad) for each in parameters]).values())
 
 
 def _storages(found: Any) -> dict[int, int]:

@@ -650,20 +650,29 @@ def whole_on_first(model: "Module", folder: Path, *, first: bool) -> None:
         return
     read_whole()
     gather_again(model)
-    known = dict[int, torch.nn.Parameter | None]()  # tied weights are one
+    known, parts = dict[int, torch.nn.Parameter | None](), list[torch.Tensor]()  # tied weights are one
     for module in model.modules():
         for name, each in [*module._parameters.items()]:
             if each is None or not (hasattr(each, "full_tensor") or hasattr(each, _BY_ZERO)):
                 continue
             if id(each) not in known:
                 full = _whole(each, folder if first else None)
+                parts.append(each)
                 known[id(each)] = None if full is None else _parameter(module, full, requires_grad=each.requires_grad)
             if first:
                 module._parameters[name] = known[id(each)]
+    _free(parts)
     if first:
         for module in model.modules():
             (_forget_zero if by_zero else _forget_fsdp)(module)
         model.to("cpu")
+
+
+def _free(divided: "Iterable[Tensor]") -> None:
+    """Frees this worker's parts of weights: an engine or an optimizer keeps them, beside the whole model."""
+    for memory in [local(each).untyped_storage() for each in divided]:
+        if memory.resizable():
+            memory.resize_(0)
 
 
 def _parameter(module: "Module", weights: "Tensor", *, requires_grad: bool) -> "Parameter":
@@ -681,12 +690,16 @@ def _parameter(module: "Module", weights: "Tensor", *, requires_grad: bool) -> "
 
 
 def _forget_zero(module: "Module") -> None:
+    if type(module).__module__ == __name__:  # of ``to_zero``
+        module.__class__ = type(module).__mro__[1]
     vars(module)["_parameters"] = {**module._parameters}
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, each in [*hooks.items()]:
             if each.__module__.startswith("deepspeed"):
                 del hooks[key]
-    for name in [each for each in vars(module) if each.startswith("ds_") or each in ("pre_bwd_fn", "post_bwd_fn")]:
+    # ``all_parameters`` is a method of the module: its copies would be freed by collections alone.
+    own = ("pre_bwd_fn", "post_bwd_fn", "all_parameters", "_external_params", "_original_parameters")
+    for name in [each for each in vars(module) if each.startswith(("ds_", "_ds_")) or each in own]:
         delattr(module, name)
 
 

@@ -120,7 +120,7 @@ def test_four_workers_hold_what_the_plan_predicts(
 ) -> None:
     stage = training.method(name, num_steps=2, adapter=adapter)
     resources = divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1)
-    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=resources, weighs=True)
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=resources, counts_sent=True)
     found = four_workers.train(asked)[0]
     require_predicted(asked, found)
     require_sent(asked, found, four_workers)
