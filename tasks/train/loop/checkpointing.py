@@ -1,7 +1,7 @@
 """When a training saves and stops, at the same step on all workers, and who writes its checkpoints.
 
-A save copies the state to host memory; the training continues, and a thread writes the copy, digests it, waits for the
-disk and publishes it.
+A save copies the weights to host memory; the training continues, and a thread copies the state of the optimizer before
+that steps again, writes the copies, digests them, waits for the disk and publishes them.
 """
 
 import copy
@@ -58,6 +58,7 @@ from tasks.train.loop.saved_state import (
     schedule_of,
     set_random_state,
 )
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.optim.own_optimizers import averaged
 from tasks.train.sharding import OWN, STATE, gather_again, zero_stage, zero_weights
 
@@ -189,6 +190,8 @@ class Saver:
         self.start = self.last_save = time.monotonic()
         self._staging = Staging()
         self._writer: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._staged: tuple[int, int, float] | None = None  # step, bytes and seconds of a copy that is not logged yet
         self._failed: tuple[int, BaseException] | None = None  # step and cause
         self._gives_up = threading.Event()
         mirror = ctx.resources.checkpoint_mirror
@@ -251,7 +254,7 @@ class Saver:
             folder=folder,
             record=self.record(step, metrics, can_move=not divided.own and not (self.ctx.islands and is_divided)),
             tensors={
-                self._file_of(name, is_divided): self._staging.copies(name, group) if copies else group
+                self._file_of(name, is_divided): self._staging.copies(name, group, state.idle) if copies else group
                 for name, group in held.items() if group
             },
             trees={**trees, OWN.format(rank=self.ctx.rank): own},
@@ -265,9 +268,20 @@ class Saver:
             return
         if any(each.tensor.is_cuda for group in held.values() for each in group.values()):
             torch.cuda.synchronize()
-        logger.info("step=%d state=staged bytes=%d seconds=%.2f", step, num_bytes, time.monotonic() - start)
+        self._copied.clear()
+        self._staged, is_whole = (step, num_bytes, time.monotonic() - start), not self._staging.left
         self._writer = threading.Thread(target=self._write, args=(draft,), name="checkpoint", daemon=True)
         self._writer.start()
+        if is_whole:
+            self.copied()
+
+    def copied(self) -> None:
+        """Waits until the state that was idle since the save is copied: it may change then."""
+        if self._staged:
+            (step, num_bytes, seconds), start, self._staged = self._staged, time.monotonic(), None
+            self._copied.wait()
+            seconds += time.monotonic() - start
+            logger.info("step=%d state=staged bytes=%d seconds=%.2f", step, num_bytes, seconds)
 
     def wait(self) -> None:
         """Waits until the checkpoint that is being written is published.
@@ -275,6 +289,7 @@ class Saver:
         Raises:
             PipelineError, OSError: it could not be written.
         """
+        self.copied()
         if self._writer:
             start = time.monotonic()
             self._writer.join()
@@ -381,6 +396,10 @@ class Saver:
         """Runs in the thread."""
         yield_to_training()
         try:
+            try:
+                self._staging.copy_left()
+            finally:
+                self._copied.set()
             self._publish(draft)
         except BaseException as error:
             self._failed = (draft.record.step, error)
@@ -488,6 +507,9 @@ class Checkpointing(TrainerCallback):
             self.stopped_at = state.global_step
             control.should_training_stop = True
 
+    def on_pre_optimizer_step(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        self.saver.copied()
+
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         """Refuses a ``best`` metric that the first step does not report; only warns for ``keep_best``."""
         if control.should_save:  # already decided; the save is next
@@ -555,6 +577,7 @@ class Checkpointing(TrainerCallback):
         return TrainingState(
             shared=shared, own={"random": random_state(), **self._own_states()}, parameters=parameters,
             model=self._model_tensors(), model_file="adapter_model" if is_adapter else "model",
+            idle="" if OPTIMIZERS[self.method.optimizer.name].in_backward else "optimizer",
             texts={TRAINER_STATE_NAME: self._trainer_state()}, described=None if self.ctx.rank else self.describe(),
         )  # fmt: skip
 
@@ -661,6 +684,7 @@ class Checkpointing(TrainerCallback):
             peft.set_peft_model_state_dict(self.trainer.model, tensors, adapter_name="default")
 
     def _load_shared(self, state: Mapping[str, object], *holders: object) -> list[int]:
+        self.saver.copied()
         parameters = self._parameters()
         names = {id(each): name for name, each in parameters.items()}
         groups = load_named_state(self.trainer.optimizer, names, cast("Mapping[str, object]", state["optimizer"]))

@@ -79,6 +79,7 @@ class TrainingState:
         parameters: name -> weight, by which a divided state of the optimizer is divided again.
         texts: file -> what renders it; called while the training continues.
         described: a directory of further files, which are copied.
+        idle: the key of what stays as it is until ``Saver.copied`` is called; empty: nothing.
     """
 
     shared: Mapping[str, object]
@@ -88,6 +89,7 @@ class TrainingState:
     parameters: "Mapping[str, Tensor]" = field(default_factory=dict)
     texts: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     described: Path | None = None
+    idle: str = ""
 
 
 @dataclass
@@ -415,9 +417,10 @@ class Staging:
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
+        self.left: list[tuple[torch.Tensor, torch.Tensor]] = []  # where to, and what
 
-    def copies(self, name: str, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
-        """Copies of the chunks of a file.
+    def copies(self, name: str, chunks: Mapping[str, Chunk], idle: str = "") -> dict[str, Chunk]:
+        """Copies of the chunks of a file; of those under ``idle``, on a CPU, once ``copy_left`` has run.
 
         One thread copies small ones: several would wait for each other for longer than a copy takes.
         """
@@ -429,6 +432,9 @@ class Staging:
         threads = torch.get_num_threads()
         try:
             for key, each in sorted(chunks.items(), key=lambda item: item[1].tensor.nbytes):
+                if idle and key.startswith(f"{idle}/") and not each.tensor.is_cuda:
+                    self.left.append((found[key].tensor, each.tensor))
+                    continue
                 torch.set_num_threads(threads if each.tensor.nbytes >= _LARGE_BYTES else 1)
                 self.copy(found[key].tensor, each.tensor)
         finally:
@@ -437,6 +443,12 @@ class Staging:
 
     def copy(self, place: "Tensor", tensor: "Tensor") -> None:
         place.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    def copy_left(self) -> None:
+        """Copies what ``copies`` left, in this thread alone."""
+        for place, tensor in self.left:
+            np.copyto(np.asarray(_bytes(place)), np.asarray(_bytes(tensor)))
+        self.left = []
 
     def _of_file(self, name: str, chunks: Mapping[str, Chunk]) -> "Tensor":
         """Memory for them that begins at a page, so that it is written as it is."""

@@ -94,6 +94,28 @@ def test_the_training_resumes_while_a_copy_is_written(tmp_path: Path, held: thre
     assert torch.equal(read_state(saved(tmp_path).path(2), 0)["weight"], torch.full((64,), 1.0))
 
 
+def test_what_is_idle_is_copied_beside_the_training_before_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, copy_left = threading.Event(), saved_state.Staging.copy_left
+    monkeypatch.setattr(saved_state.Staging, "copy_left", lambda self: (goes_on.wait(60), copy_left(self))[1])
+    moment, weight = torch.arange(6.0).view(2, 3).t(), torch.full((64,), 1.0)  # the first is not contiguous
+    writer, expected = saver(tmp_path), moment.clone()
+    given = TrainingState(shared={"optimizer": {"moment": moment}, "weight": weight}, own={}, idle="optimizer")
+    with caplog.at_level("INFO"):
+        writer.save(2, given, {})
+        weight.fill_(2.0)
+        assert "state=staged" not in caplog.text
+        threading.Timer(0.2, goes_on.set).start()
+        writer.copied()
+        assert "step=2 state=staged bytes=280 " in caplog.text
+    moment.fill_(0.0)
+    writer.wait()
+    found = read_state(saved(tmp_path).path(2), 0)
+    assert torch.equal(found["optimizer"]["moment"], expected)
+    assert torch.equal(found["weight"], torch.full((64,), 1.0))
+
+
 def test_one_is_written_at_a_time_and_one_that_is_waited_for_is_there(tmp_path: Path, held: threading.Event) -> None:
     writer = saver(tmp_path, keep_last=9)
     writer.save(2, state(2.0), {})
