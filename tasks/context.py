@@ -95,6 +95,11 @@ class Resources:
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # minutes without a step after which a worker counts as hung
 
     def __post_init__(self) -> None:
+        if isinstance(self.wrap, str) and not all(each.strip().isidentifier() for each in self.wrap.split(",")):
+            raise ConfigError(
+                f"wrap={self.wrap}: no class of layers is named so; classes separated by commas, such as "
+                "LlamaDecoderLayer, a number of weights above 0, and null are accepted"
+            )
         if not self.zero_stage:
             return
         if self.sharding not in ("none", "zero2"):

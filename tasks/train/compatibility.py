@@ -28,6 +28,7 @@ from tasks.train.rule import (
     GPU,
     HAVE_B,
     SET,
+    UNSHARDED,
     ZERO,
     Case,
     Fields,
@@ -39,7 +40,6 @@ from tasks.train.rule import (
     own_loop,
     sharded,
     shown,
-    unsharded,
 )
 from tasks.train.sharding import divided_over
 
@@ -271,7 +271,7 @@ RULES: tuple[Rule, ...] = (
         when={"method.loss_type": _compares_in_steps, "method.losses": shown, "resources.sharding": by_deepspeed},
         reason="a loss that compares the pairs of a step reads them before the step, which was not tried under "
         "DeepSpeed's engine",
-        nearest=unsharded,
+        nearest=UNSHARDED,
         also={"method.loss_type": "kto_pair", "method.sft_weight": None, **ZERO}, stage="dpo",
     ),
     Rule(
@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="moving-reference-zero", when={"method.reference_sync.every_steps": SET, "resources.sharding": sharded},
         reason="the reference is divided or in DeepSpeed's engine, and was not tried to follow the policy there",
-        nearest=unsharded, also={**_MOVING, **ZERO}, stage="dpo",
+        nearest=UNSHARDED, also={**_MOVING, **ZERO}, stage="dpo",
     ),
     # Rows.
     Rule(
@@ -427,7 +427,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="adaptive-zero", when={"method.schedule.adaptive.smoothing": SET, "resources.sharding": by_deepspeed},
         reason="DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
-        nearest=unsharded, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
+        nearest=UNSHARDED, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
     ),
     Rule(
         id="rollback-unread",
@@ -534,7 +534,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="sharding-one-worker", when={"resources.sharding": sharded, "resources.num_workers": 1},
         reason="it divides the training over the workers, and there is one",
-        nearest=unsharded, also={"resources.sharding": "zero2"},
+        nearest=UNSHARDED, also={"resources.sharding": "zero2"},
     ),
     Rule(
         id="zero-own-loop", when={"resources.sharding": by_deepspeed, "method": own_loop},
@@ -669,7 +669,7 @@ RULES: tuple[Rule, ...] = (
             "resources.num_workers": shown,
         },
         reason="it divides the training over the workers of an island on a machine, and there is one",
-        nearest=unsharded, also={"method.diloco.num_islands": 2, **ZERO},
+        nearest=UNSHARDED, also={"method.diloco.num_islands": 2, **ZERO},
     ),
     Rule(
         id="diloco-sharding",
@@ -782,7 +782,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="sharding-quantized-model", when={"config.quantization_config": SET, "resources.sharding": divides_weights},
         reason="PEFT and bitsandbytes read scales from a weight in few bits, and a part of it as a DTensor has none",
-        nearest=unsharded,
+        nearest=UNSHARDED,
         also={
             "method.adapter.type": "lora", **FSDP,
             "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -868,11 +868,14 @@ def refusals(case: Case) -> Iterator[Refusal]:
     """A refusal from each rule that refuses a training."""
     for needed, rule in _NEEDED:
         if (not needed or case.get(needed) is not None) and rule.refuses(case):
+            nearest = dict(rule.nearest(case) if callable(rule.nearest) else rule.nearest)
+            if not case.resources.zero_stage:  # the old name is not set
+                nearest.pop("resources.zero_stage", None)
             yield Refusal(
                 rule=rule.id,
                 found=dict(case.found(path) for path in rule.when),
                 reason=rule.detail(case) if rule.detail else rule.reason,
-                nearest=rule.nearest(case) if callable(rule.nearest) else rule.nearest,
+                nearest=nearest,
             )
 
 

@@ -16,7 +16,7 @@ from tasks.train.models.adapters import (
 )
 from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.optim.optimizers import OPTIMIZERS
-from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, sharded, shown, unsharded
+from tasks.train.rule import GPU, HAVE_B, SET, UNSHARDED, ZERO, Case, Fields, Rule, own_loop, sharded, shown
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
@@ -130,7 +130,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         id="adalora-zero", when={"method.adapter.type": "adalora", "resources.sharding": sharded},
         reason="AdaLoRA scores ranks by their gradients, which are divided over the workers",
-        nearest=unsharded, also={**ZERO, **_ADALORA},
+        nearest=UNSHARDED, also={**ZERO, **_ADALORA},
     ),
     Rule(
         id="adalora-backward",
@@ -303,7 +303,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         id="images-cross-attention",
         when={"method.images": _reads_images, "config.model_type": "mllama", "resources.sharding": sharded},
         reason="a batch without images skips the layers that attend to them, whose gradients the division waits for",
-        nearest=unsharded,
+        nearest=UNSHARDED,
         also={"method.images.max_pixels": 4096, **ZERO, **_SEES, "config.model_type": "mllama"},
     ),
     Rule(

@@ -95,9 +95,7 @@ def divides_weights(case: Case) -> bool:
     return holds_parts(case.resources)
 
 
-def unsharded(case: Case) -> Fields:
-    """The fields that make a training whole on each worker."""
-    return {"resources.sharding": "none", **({"resources.zero_stage": 0} if case.resources.zero_stage else {})}
+UNSHARDED: Fields = {"resources.sharding": "none", "resources.zero_stage": 0}  # a training is whole on each worker
 
 
 def shown(_case: Case) -> bool:

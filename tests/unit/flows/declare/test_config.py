@@ -280,6 +280,8 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("hydra.job.name=x", "hydra.job.name=x: unknown key"),
         ("hydra/launcher=basic", "hydra/launcher=basic: unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
+        ("resources.wrap=-3", "wrap=-3: no class of layers is named so"),
+        ("resources.wrap=A,", "wrap=A,: no class of layers is named so"),
         ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
         ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* set adapter=lora"),
         ("stages.left.method.learning_rate=nan", "stages.left.method.learning_rate=NaN: .*finite number"),
