@@ -249,10 +249,12 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL for a server of your own"
 _ACCESS = (
-    "with its package installed (s3fs, gcsfs, adlfs) and credentials in the environment (of s3:// "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL for a server of your own); or set it to null"
+    f"with its package installed (s3fs, gcsfs, adlfs) and credentials in the environment (of s3:// {_KEYS}); or set it "
+    "to null"
 )
+_IN_ENVIRONMENT = f"export the secret where its package reads it (of s3:// {_KEYS})"
 
 
 def not_sent(work: Path) -> str:
@@ -281,7 +283,7 @@ class Mirror:
                 f"resources.checkpoint_mirror={url}: is no URL; s3://BUCKET/PREFIX and others that fsspec writes are "
                 "accepted, and file:///PATH for a disk of this machine"
             )
-        refuse_secrets(url)
+        refuse_secrets(url, "resources.checkpoint_mirror", _IN_ENVIRONMENT)
         self.url = f"{url.rstrip('/')}/{directory.parent.name}/{directory.name}"
         self._configured = url
 

@@ -71,15 +71,25 @@ def _redacted_address(address: re.Match[str]) -> str:
     return f"{address['scheme']}://{user or ''}{rest}"
 
 
-def refuse_secrets(url: str) -> None:
-    """Refuses a URL that contains a secret."""
+_UNDER_CREDENTIALS = (
+    "export the secret as an environment variable, and name the variable under credentials: (s3://: key, secret, "
+    "token; https://: username and password, or token)"
+)
+
+
+def refuse_secrets(url: str, setting: str = "path", remedy: str = _UNDER_CREDENTIALS) -> None:
+    """Refuses a URL that contains a secret.
+
+    Args:
+        setting: that has it.
+        remedy: where the secret goes instead.
+    """
     plain = unquote(url)  # a server reads X%2DAmz%2DSignature as X-Amz-Signature
     if redacted(plain) == plain:
         return
     signature = _SIGNATURE.search(plain)
     found = f"the parameter {signature['name']}" if signature else "a user name or password"
     raise ConfigError(
-        f"path={redacted(plain)}: its address holds {found}, which manifests, reports and logs would repeat; an "
-        "address without secrets is accepted; export the secret as an environment variable, and name the variable "
-        "under credentials: (s3://: key, secret, token; https://: username and password, or token)"
+        f"{setting}={redacted(plain)}: its address holds {found}, which manifests, reports and logs would repeat; an "
+        f"address without secrets is accepted; {remedy}"
     )

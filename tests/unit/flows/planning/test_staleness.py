@@ -92,6 +92,8 @@ def test_a_plan_resumes_from_the_mirror_what_this_machine_lost(toy, tmp_path):
             "stages.left.resources.micro_batch_size=4")  # fmt: skip
     with pytest.raises(ConfigError, match=r"checkpoint_mirror=/mnt/x: is no URL; s3://BUCKET/PREFIX"):
         toy("stages.left.resources.checkpoint_mirror=/mnt/x")
+    with pytest.raises(ConfigError, match=r"^resources.checkpoint_mirror=s3://b/x: .*of s3:// AWS_ACCESS_KEY_ID"):
+        toy("stages.left.resources.checkpoint_mirror=s3://key:secret@b/x")
 
 
 @pytest.mark.parametrize("lost", ["checkpoint.json", "state.txt"])
