@@ -351,7 +351,7 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
         trained = [] if trainer.deepspeed else [*trainer.model.parameters()]  # DeepSpeed has them in its buffers
 
         def stepped(*given: Any, **more: Any) -> Any:
-            peak("gradients", _gradients(trained))
+            peak("gradients", _gradients(trained, trainer.model))
             done = step(*given, **more)
             states = [value for each in trainer.optimizer.state.values() for value in each.values()]
             peak("optimizer", sum(local(each).nbytes for each in states if isinstance(each, torch.Tensor)))
@@ -416,10 +416,14 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
         gathering.fetch_sub_module = weighed(gathering.fetch_sub_module)
 
 
-def _gradients(parameters: list[Any]) -> int:
+def _gradients(parameters: list[Any], model: Any) -> int:
+    """Bytes at the peak: that of a head that is the embedding waits in autograd until the embedding's joins it."""
     from tasks.train.sharding import local
 
-    return sum(_storages([local(each.grad) for each in parameters]).values())
+    found = _storages([local(each.grad) for each in parameters])
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight and bool(found)
+    return sum(found.values()) + (local(head.weight).nbytes if is_tied else 0)
 
 
 def _storages(found: Any) -> dict[int, int]:
