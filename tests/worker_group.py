@@ -348,10 +348,8 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
     def prepared(trainer: Any, *args: Any) -> Any:
         found = prepare(trainer, *args)
         step = trainer.optimizer.step
-        trained = [] if trainer.deepspeed else [*trainer.model.parameters()]  # DeepSpeed has them in its buffers
 
         def stepped(*given: Any, **more: Any) -> Any:
-            peak("gradients", _gradients(trained, trainer.model))
             done = step(*given, **more)
             states = [value for each in trainer.optimizer.state.values() for value in each.values()]
             peak("optimizer", sum(local(each).nbytes for each in states if isinstance(each, torch.Tensor)))
@@ -360,6 +358,7 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
 
         trainer.optimizer.step = stepped
         _count_zero(trainer.deepspeed, [*trainer.model.parameters()], peak)
+        _count_plain(trainer, [*trainer.model.parameters()], peak)
         return found
 
     with (
@@ -369,6 +368,30 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
         mock.patch.object(Trainer, "_prepare_for_training", prepared),
     ):
         yield
+
+
+def _count_plain(trainer: Any, parameters: list[Any], peak: Callable[[str, int], None]) -> None:
+    """Counts gradients of plain data parallelism: the buckets that workers exchange, and beside them those of passes
+    that are not exchanged."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(trainer.model_wrapped, DistributedDataParallel):
+        return
+    compute, step, buckets = trainer.training_step, trainer.optimizer.step, dict[int, int]()
+
+    def gradients() -> dict[int, int]:
+        return _storages([each.grad for each in parameters])
+
+    def computed(*given: Any, **more: Any) -> Any:
+        loss = compute(*given, **more)
+        peak("gradients", sum({**buckets, **gradients()}.values()))
+        return loss
+
+    def stepped(*given: Any, **more: Any) -> Any:
+        buckets.update(gradients())
+        return step(*given, **more)
+
+    trainer.training_step, trainer.optimizer.step = computed, stepped
 
 
 def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], None]) -> None:
@@ -414,16 +437,6 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
     if hasattr(zero, "parameter_offload"):
         gathering = zero.parameter_offload.param_coordinator
         gathering.fetch_sub_module = weighed(gathering.fetch_sub_module)
-
-
-def _gradients(parameters: list[Any], model: Any) -> int:
-    """Bytes at the peak: that of a head that is the embedding waits in autograd until the embedding's joins it."""
-    from tasks.train.sharding import local
-
-    found = _storages([local(each.grad) for each in parameters])
-    head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is model.get_input_embeddings().weight and bool(found)
-    return sum(found.values()) + (local(head.weight).nbytes if is_tied else 0)
 
 
 def _storages(found: Any) -> dict[int, int]:
