@@ -283,8 +283,8 @@ def open_run(
     check_machine(stages)
     if awaited := awaited_weights(plan.pipeline, [each.name for each in stages]):
         raise ConfigError("\n".join(awaited))
-    mirrors = {each.stage.resources.checkpoint_mirror: mirror_of(each, plan.entry(each)) for each in stages}
-    for mirror in filter(None, mirrors.values()):
+    mirrors = [(each.stage.resources.checkpoint_mirror, mirror_of(each, plan.entry(each))) for each in stages]
+    for mirror in {url: mirror for url, mirror in mirrors if mirror}.values():
         mirror.require_writable()
     require_plan_disk(plan, plan.stale if trials else stages)  # for a sweep, at least one trial must fit
     tracker = make_tracker(plan.pipeline.tracking, seconds_left) if stages or trials else Tracker()

@@ -313,9 +313,10 @@ def test_packing_on_the_quickstarts_own_model_is_planned():
     assert not is_refused(load_pipeline(["stages.sft.method.packing=best_fit"]))
 
 
-def test_a_mirror_that_cannot_be_written_is_refused_before_any_stage_starts(tmp_path):
+@pytest.mark.parametrize("where", ["stages.sft.resources", "resources"])  # of stages that save none too
+def test_a_mirror_that_cannot_be_written_is_refused_before_any_stage_starts(tmp_path, where):
     (tmp_path / "file").touch()
-    plan = make_plan(load_pipeline([f"stages.sft.resources.checkpoint_mirror=file://{tmp_path}/file/x"]))
+    plan = make_plan(load_pipeline([f"{where}.checkpoint_mirror=file://{tmp_path}/file/x"]))
     with (
         pytest.raises(ConfigError, match=r"checkpoint_mirror=file://.*: cannot be written \("),
         open_run(plan, [], lambda event: None, plan.stale),
