@@ -48,12 +48,19 @@ FIELDS: Mapping[str, str] = {
         f"{_M}.global_batch_size (rows of a step, all workers) and {_R}.micro_batch_size (rows of a forward)",
         "per_device_train_batch_size", "batch_size", "train_batch_size train_micro_batch_size_per_gpu",
     ),
-    **_each(f"{_R}.micro_batch_size", "per_device_eval_batch_size", "micro_batch_size eval_batch_size"),
+    **_each(f"{_R}.micro_batch_size", "per_device_eval_batch_size",
+            "micro_batch_size eval_batch_size"),
+    **_each(f"{_R}.micro_batch_size=auto, which finds the rows that fit", "auto_find_batch_size"),
+    **_each(
+        f"{_M}.global_batch_size: a generation has so many completions, and {_M}.num_iterations steps",
+        "generation_batch_size steps_per_generation",
+    ),
     **_each(
         f"{_M}.global_batch_size: the micro batches of a step follow from it, micro_batch_size and num_workers",
         "gradient_accumulation_steps", "", "accumulate_grad_batches",
     ),
     **_each(f"{_M}.validation.every_steps", "eval_steps", "evals_per_epoch", "eval_interval"),
+    **_each(f"{_M}.evaluation, which scores the start too", "eval_on_start"),
     **_each(f"{_M}.validation.every_steps or .every_epochs", "eval_strategy do_eval", "evaluation_strategy"),
     **_each(f"{_M}.validation.patience", "", "early_stopping_patience early_stopping_steps early_stop_interval"),
     **_each("sweep.objectives.NAME={metric: STAGE/METRIC, direction: maximize}", "", "", "optimize objective"),
@@ -102,6 +109,14 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.adapter.target_modules", "lora_target_modules", "lora_target lora_target_linear"),
     **_each(f"{_M}.adapter.modules_to_save", "lora_modules_to_save", "additional_target"),
     **_each(f"{_M}.adapter.rslora", "use_rslora", "peft_use_rslora"),
+    **_each(
+        f"not a setting: all layers have {_M}.adapter.rank and .alpha",
+        "rank_pattern alpha_pattern layers_pattern layer_replication",
+    ),
+    **_each("nothing: it follows from the method and the model", "task_type peft_type fan_in_fan_out inference_mode"),
+    **_each("not a setting: experts get an adapter where all layers do", "target_parameters"),
+    **_each(f"{_M}.adapter.trainable_token_indices, of a head and embedding in one", "ensure_weight_tying"),
+    **_each("model=DIRECTORY of the base", "base_model_name_or_path"),
     **_each(f"{_M}.adapter.type=dora", "use_dora", "peft_use_dora"),
     **_each(f"{_M}.adapter.type, or adapter=lora for all", "use_peft", "finetuning_type tuner_type", "train_type"),
     **_each(f"{_M}.adapter.init", "init_lora_weights", "init_weights peft_init_lora_weights pissa_init",
@@ -119,9 +134,15 @@ FIELDS: Mapping[str, str] = {
         "bf16 fp16 tf32 dtype", "torch_dtype pure_bf16 bfloat16 float16", "mixed_precision",
     ),
     **_each(f"{_M}.freeze", "", "freeze_trainable_layers unfrozen_parameters freeze_parameters trainable_parameters"),
+    **_each(
+        f"not a setting: methods with a reference or a reward train without dropout, but for {_M}.adapter.dropout",
+        "disable_dropout",
+    ),
     **_each(f"{_M}.neftune_alpha", "neftune_noise_alpha", "noisy_embedding_alpha"),
-    **_each(f"{_M}.packing", "packing_strategy padding_free", "sample_packing neat_packing pad_to_sequence_len"),
+    **_each(f"{_M}.packing", "packing_strategy padding_free",
+            "sample_packing neat_packing pad_to_sequence_len"),
     **_each(f"{_M}.chat_template, or {_S}.chat_template", "chat_template_path", "template chat_template_jinja"),
+    **_each(f"{_M}.thinking, for enable_thinking", "chat_template_kwargs"),
     **_each(f"{_M}.thinking", "", "enable_thinking split_thinking"),
     **_each("system_prompt of the stage that prepares the rows", "", "default_system default_system_message system"),
     **_each(f"{_M}.beta", "", "pref_beta rl_beta dpo_beta kl_coef orpo_alpha", "init_kl_coef"),
@@ -156,15 +177,43 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.value_coef", "", "", "vf_coef"),
     **_each(f"{_M}.num_minibatches", "", "", "num_mini_batches"),
     **_each(f"{_M}.num_iterations", "", "ppo_epochs"),
+    **_each(f"{_M}.loss=gspo, which has one ratio per completion", "importance_sampling_level"),
+    **_each(f"{_M}.kl_ratio", "use_bias_correction_kl"),
+    **_each(f"the fields of {_M}.sampling", "generation_kwargs"),
+    **_each(
+        f"not a setting: {_M}.loss=sapo or vespo has the values of its paper",
+        "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
+    ),
+    **_each(
+        "not a setting: all tokens of a completion get loss, with no bonus for entropy and no second bound",
+        "top_entropy_quantile entropy_coef entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
+        "use_adaptive_entropy delta off_policy_mask_threshold",
+    ),
+    **_each(f"{_M}.rewards.NAME.weight: rewards are added before they are scaled", "multi_objective_aggregation"),
+    **_each(
+        f"not a setting: TRL's correction is on, and {_R}.max_logp_difference is how far the sampler may be off",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min",
+    ),
+    **_each(
+        "not a setting: vllm=server reads TRL's default address, port 8000",
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port",
+    ),
+    **_each("nothing: the stage evaluate measures held-out prompts", "num_generations_eval"),
+    **_each("not a setting: completions have one turn, without calls of tools", "max_tool_calling_iterations"),
     **_each(f"{_M}.vllm", "use_vllm vllm_mode"),
     **_each(f"{_R}.vllm_gpu_memory_utilization", "", "vllm_gpu_util gpu_memory_utilization"),
     **_each(f"{_R}.vllm_enforce_eager", "", "enforce_eager"),
     **_each(f"{_M}.mask_truncated", "mask_truncated_completions", "overlong_filter"),
-    **_each("nothing: samples.parquet of the output holds the completions", "log_completions num_completions_to_print"),
+    **_each(
+        "nothing: samples.parquet of the output holds the completions",
+        "log_completions num_completions_to_print log_multimodal log_unique_prompts log_completions_hub_repo",
+    ),
     **_each(f"{_R}.save_steps, .save_epochs or .save_minutes", "save_strategy", "saves_per_epoch"),
     **_each(f"{_R}.keep_last", "save_total_limit"),
     **_each(
-        f"{_R}.gradient_checkpointing", "gradient_checkpointing_kwargs activation_checkpointing",
+        f"{_R}.gradient_checkpointing",
+        "gradient_checkpointing_kwargs activation_checkpointing",
         "recompute_granularity disable_gradient_checkpointing", "use_gradient_checkpointing",
     ),
     **_each(f"{_R}.attention", "attn_implementation",
@@ -176,6 +225,8 @@ FIELDS: Mapping[str, str] = {
     **_each("resources.cpus_per_worker of the stage that prepares the rows", "dataset_num_proc",
             "preprocessing_num_workers dataset_processes", "num_proc"),
     **_each(f"{_R}.sharding", "deepspeed fsdp fsdp_config"),
+    **_each(f"{_R}.sharding and {_R}.num_workers", "parallelism_config"),
+    **_each(f"{_R}.gpus_per_worker=0", "use_cpu"),
     **_each(f"{_R}.empty_cache_steps", "torch_empty_cache_steps"),
     **_each(f"{_R}.num_workers and {_R}.gpus_per_worker", "", "world_size n_gpu",
             "nproc_per_node num_gpus n_gpus_per_node gpus"),
@@ -222,16 +273,26 @@ FIELDS: Mapping[str, str] = {
     **_each("store=DIRECTORY", "output_dir", "save_dir"),
     **_each(
         "posttrain export hub REF --repo OWNER/NAME, after the run",
-        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token", "export_hub_model_id",
+        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_revision hub_always_push",
+        "export_hub_model_id",
     ),
     **_each("stages.STAGE.inputs.policy, which is the reference too", "", "ref_model"),
-    **_each("nothing: the order of rows follows from the seed", "shuffle_dataset"),
+    **_each("nothing: the order of rows follows from the seed", "shuffle_dataset train_sampling_strategy"),
+    **_each("nothing: every step has global_batch_size rows", "dataloader_drop_last"),
+    **_each("not a setting: the loss of a step is that of the tokens of all workers", "average_tokens_across_devices"),
+    **_each("not a setting: labels are smoothed by DPO's label_smoothing alone", "label_smoothing_factor"),
+    **_each("not a setting: the stage that prepares the rows has their settings", "dataset_kwargs"),
+    **_each(f"{_R}.liger, without choice of its layers", "liger_kernel_config"),
+    **_each(f"{_R}.gradient_checkpointing, which has no arguments", "activation_checkpointing_kwargs"),
     **_each("nothing: completions end where the chat template ends a turn", "", "", "stop_token"),
-    **_each("tracking=wandb, tensorboard ...", "report_to", "use_wandb use_mlflow wandb_project logging_dir"),
-    **_each("tracking.experiment", "", "mlflow_experiment_name", "experiment_name"),
+    **_each("tracking=wandb, tensorboard ...", "report_to trackio_space_id trackio_bucket_id",
+            "use_wandb use_mlflow wandb_project logging_dir"),
+    **_each("tracking.experiment", "project", "mlflow_experiment_name", "experiment_name"),
     **_each("tracking.run_name", "run_name", "mlflow_run_name wandb_name wandb_exp_name"),
     **_each("tracking.uri", "", "mlflow_tracking_uri"),
-    **_each("nothing: the same command resumes", "resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    **_each("nothing: the same command resumes",
+            "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
+            "auto_resume_from_checkpoints"),
     **_each("restart=[STAGE]", "", "overwrite_output_dir"),
     **_each("nothing: every step is recorded", "logging_steps logging_strategy", "log_interval"),
     **_each("nothing: the columns of the rows' kind are read", "remove_unused_columns"),
@@ -256,7 +317,9 @@ FIELDS: Mapping[str, str] = {
         "profiler",
     ),
     **_each(
-        "nothing: held-out rows are measured in a training, and models by the stage evaluate", "",
+        "nothing: held-out rows are measured in a training, and models by the stage evaluate",
+        "do_train do_predict eval_delay bf16_full_eval fp16_full_eval eval_accumulation_steps prediction_loss_only "
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics label_names",
         "eval_max_new_tokens eval_table_size eval_table_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics "
         "do_bench_eval bench_dataset bench_split lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model "
         "eval_on_each_dataset compute_accuracy eval_sequence_len",
@@ -285,7 +348,11 @@ FIELDS: Mapping[str, str] = {
     ),
     **_each(
         "nothing: it changes no model",
-        "dataloader_pin_memory dataloader_persistent_workers ddp_timeout ddp_find_unused_parameters",
+        "dataloader_pin_memory dataloader_persistent_workers ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb "
+        "ddp_broadcast_buffers ddp_static_graph ddp_backend accelerator_config dataloader_multiprocessing_context "
+        "dataloader_in_order disable_tqdm log_on_each_node log_level_replica save_on_each_node skip_memory_metrics "
+        "enable_jit_checkpoint use_cache cache_implementation vllm_model_impl vllm_enable_sleep_mode "
+        "ds3_gather_for_generation eval_packing precompute_ref_batch_size",
         "low_cpu_mem_usage local_rank lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
         "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated "
         "skip_prepare_dataset processor_type use_kernels use_scattermoe use_sonicmoe fused_attn_kernel "
@@ -326,6 +393,7 @@ VALUES: Mapping[str, str] = {
     **_each("polynomial", "", "", "poly"),
     **_each("inverse_sqrt", "", "", "rsqrt inv_sqrt inverse-square-root"),
     **_each("reduce_lr_on_plateau", "", "", "plateau"),
+    **_each("best_fit", "", "", "True bfd"),
     **_each("bf16", "", "", "bfloat16 bf16-mixed"),
     **_each("fp16", "", "", "float16 half 16-mixed"),
     **_each("fp32", "", "", "float32 float"),

@@ -62,7 +62,7 @@ def test_each_name_of_ours_is_a_field(ours: str) -> None:
 
 def test_no_peers_value_is_one_of_ours() -> None:
     accepted = " ".join(
-        str(each.type) for cls in (Optimizer, Schedule, Quantization, DPO) for each in dataclasses.fields(cls)
+        str(each.type) for cls in (Optimizer, Schedule, Quantization, DPO, SFT) for each in dataclasses.fields(cls)
     )
     assert [value for value in VALUES if f"'{value}'" in accepted] == []
     assert [ours for ours in VALUES.values() if f"'{ours}'" not in accepted] == []

@@ -617,6 +617,13 @@ SFT = "stages.sft.method"
         ("columns.prompt=a b", "'sources.instructions.columns={prompt: a b}' or 'sources.pref"),
         ("pad_token=x", "sources.base.pad_token=x"), ("shuffle_seed=1", "sources.corpus.shuffle_seed=1 or "),
         ("every_steps=9", "stages.sft.method.validation.every_steps=9"),
+        (f"{SFT}.packing=true", f"{SFT}.packing=best_fit"), (f"{SFT}.disable_dropout=true", "not a setting: methods"),
+        (f"{SFT}.auto_find_batch_size=true", "resources.micro_batch_size=auto"),
+        ("stages.dpo.method.importance_sampling_level=sequence", "method.loss=gspo"),
+        ("stages.dpo.method.steps_per_generation=2", "method.global_batch_size: a generation"),
+        ("stages.dpo.method.vllm_server_host=h", "not a setting: vllm=server"),
+        (f"{SFT}.adapter={{type: lora, rank_pattern: {{}}}}", "not a setting: all layers"),
+        (f"{SFT}.adapter={{type: lora, task_type: CAUSAL_LM}}", "nothing: it follows"),
     ],
 )  # fmt: skip
 def test_a_peers_name_is_answered_with_ours(override, ours):
