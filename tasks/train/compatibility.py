@@ -157,7 +157,7 @@ def _offloaded(case: Case) -> Fields:
     """DeepSpeed's own name of it; none where no worker divides anything."""
     found = case.resources.sharding
     wanted = f"{found}_offload" if found in ("zero2", "zero3") else None
-    return {"resources.offload": False, **({"resources.sharding": wanted, "resources.zero_stage": 0} if wanted else {})}
+    return {"resources.offload": False, **({"resources.sharding": wanted} if wanted else {})}
 
 
 def _by_fsdp(case: Case) -> Fields:
@@ -227,8 +227,8 @@ def _over_machines(case: Case) -> Fields:
     """FSDP2 within each machine where there are several, else DeepSpeed's ZeRO-2."""
     resources = case.resources
     if divided_over(resources.sharded("fsdp_hybrid")) not in (1, resources.num_workers):
-        return {"resources.sharding": "fsdp_hybrid", "resources.zero_stage": 0}
-    return {"resources.sharding": "zero2", "resources.zero_stage": 0, "resources.offload": False}
+        return {"resources.sharding": "fsdp_hybrid"}
+    return {"resources.sharding": "zero2", "resources.offload": False}
 
 
 def _splits_pairs(case: Case) -> object:
@@ -539,7 +539,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="zero-own-loop", when={"resources.sharding": by_deepspeed, "method": own_loop},
         reason="ZeRO needs transformers' trainer, and this method has a loop of its own",
-        nearest={"resources.sharding": "fsdp", "resources.zero_stage": 0}, also=ZERO, stage="own_loop",
+        nearest={"resources.sharding": "fsdp"}, also=ZERO, stage="own_loop",
     ),
     Rule(
         id="zero-optimizer",
@@ -868,14 +868,11 @@ def refusals(case: Case) -> Iterator[Refusal]:
     """A refusal from each rule that refuses a training."""
     for needed, rule in _NEEDED:
         if (not needed or case.get(needed) is not None) and rule.refuses(case):
-            nearest = dict(rule.nearest(case) if callable(rule.nearest) else rule.nearest)
-            if not case.resources.zero_stage:  # the old name is not set
-                nearest.pop("resources.zero_stage", None)
             yield Refusal(
                 rule=rule.id,
                 found=dict(case.found(path) for path in rule.when),
                 reason=rule.detail(case) if rule.detail else rule.reason,
-                nearest=nearest,
+                nearest=rule.remedy(case),
             )
 
 

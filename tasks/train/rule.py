@@ -95,7 +95,7 @@ def divides_weights(case: Case) -> bool:
     return holds_parts(case.resources)
 
 
-UNSHARDED: Fields = {"resources.sharding": "none", "resources.zero_stage": 0}  # a training is whole on each worker
+UNSHARDED: Fields = {"resources.sharding": "none"}  # a training is whole on each worker
 
 
 def shown(_case: Case) -> bool:
@@ -128,6 +128,12 @@ class Rule:
     def refuses(self, case: Case) -> bool:
         """Whether all fields have the refused values."""
         return all(_has(case, path, wanted) for path, wanted in self.when.items())
+
+    def remedy(self, case: Case) -> Fields:
+        """The fields to set in a training, with the old name of its sharding where that has it."""
+        found = self.nearest(case) if callable(self.nearest) else self.nearest
+        is_old = "resources.sharding" in found and case.resources.zero_stage
+        return {**found, "resources.zero_stage": 0} if is_old else found
 
     @property
     def fields(self) -> tuple[str, ...]:
