@@ -310,12 +310,12 @@ def _sources_and_settings(cli_args: Sequence[str]) -> tuple[list[str], dict[str,
 
 
 def _value(word: str, value: str, hint: object, *, is_part: bool) -> object:
-    """Parses a value as YAML, unless its field is text."""
+    """Parses a value as YAML, unless its field is text, or it is one mark, such as the bar that separates cells."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    if hint == Mapping[str, str] if is_part else _is_text(hint):
+    if (hint == Mapping[str, str] if is_part else _is_text(hint)) or (len(value) == 1 and not value.isalnum()):
         return value
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))

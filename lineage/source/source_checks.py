@@ -169,7 +169,8 @@ def separator_of(source: Source) -> str | None:
     """What separates the cells of a CSV or TSV file, or of those of a glob, if ``loader`` sets that alone."""
     values = [value for key, value in source.loader.items() if key in _SEPARATOR]
     is_file = data_suffix(Path(source.path)) in (".csv", ".tsv") and not os.path.isdir(source.path)
-    return str(values[0]) if is_file and len(values) == len(source.loader) == 1 and source.subset is None else None
+    is_set = is_file and len(values) == len(source.loader) == 1 and source.subset is None
+    return str(values[0]).replace(r"\t", "\t") if is_set else None  # a shell hands on a tab as it is typed
 
 
 def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_directory: bool = False) -> None:

@@ -150,6 +150,13 @@ def test_words_are_what_a_shell_hands_over_and_reach_the_preparation(call, tmp_p
     assert code == 2 and "2 of 2 rows cannot be used" in err and "raw text" not in err
 
 
+@pytest.mark.parametrize(("separator", "word"), [("|", "|"), ("#", "#"), ("\t", r"\t")])
+def test_a_separator_is_what_a_shell_hands_over(call, separator, word):
+    cells = "".join(f"{place}?{separator}{place}.\n" for place in range(30))
+    report = report_of(call("a.csv", f"loader.sep={word}", "--json", a_csv=f"prompt{separator}completion\n{cells}"))
+    assert report["sources"]["rows"]["rows_used"] == 30
+
+
 def test_how_a_text_is_split_is_shown_and_can_be_set(call):
     text = "".join(f"paragraph {place}\nsays {place * 7919}\n\n" for place in range(90))
 

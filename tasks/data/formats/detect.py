@@ -42,6 +42,7 @@ from tasks.data.formats.turns import (
     prompt,
     prompt_of,
     prompt_turns,
+    require_no_written_turns,
     require_nothing_else,
     required,
     spelling_of,
@@ -63,16 +64,18 @@ _INSTRUCTIONS = ("systemInstruction", "system_instruction")  # of Gemini
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
-# Columns that change what is trained, in any case and with or without ``_``: a row with one that its format does not
-# read is refused. A row whose weight is 0, or whose switch is off, is left out.
+# Columns that change what is trained, in any case, with or without marks and blanks: a row with one that its format
+# does not read is refused. A row whose weight is 0, or whose switch is off, is left out.
 _WEIGHTS = frozenset({"weight", "weights", "sampleweight", "lossweight"})
 _SWITCHES = frozenset({"loss", "train", "training"})
-_OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt"})
-_OF_TEXT = _OF_SYSTEM | {"role"}  # a message of a tree, or of a conversation in rows, is no document
+_OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt", "sys"})
+_OF_TEXT = _OF_SYSTEM | {"role", "speaker", "parentid", "replyto"}  # a message of a conversation is no document
 _OF_CHAT = _OF_SYSTEM | {
     "tools", "functions", "label", "labels", "ktotag", "chosen", "rejected", "chosenresponse", "rejectedresponse",
     "rejectedmessages", "reasoningcontent", "thinking", "reasoning", "image", "images", "imageurl", "imagepath",
-    "lossmask", "responsemask", "responsemasks", "assistantmask", "assistantmasks", "trainmask", "chattemplatekwargs",
+    "lossmask", "responsemask", "responsemasks", "assistantmask", "assistantmasks", "trainmask", "mask",
+    "chattemplatekwargs", "enablethinking", "toolcalls", "thought", "thoughts", "thinkingcontent", "reasoningtext",
+    "thinkingblocks", "reasoningdetails", "chainofthought",
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -442,12 +445,14 @@ class Format:
 
     def unread(self, fields: Fields) -> list[str]:
         """The columns of a row that change what is trained and that this format does not read."""
-        if REST in self.mapping:
-            return []
+        if REST in self.mapping:  # for a reward function, but none reads what the system says
+            return sorted(self._set(fields, _OF_SYSTEM))
         found = self._set(fields, _OF_TEXT if self.kind == Kind.TEXT else _OF_CHAT)
         marks = self._set(fields, _WEIGHTS | _SWITCHES).items()
         odd = [name for name, value in marks if _truth(value) is None]
-        texts = [name for name, value in marks if _bare(name) in _SWITCHES and isinstance(value, str)]  # of any meaning
+        texts = [
+            name for name, value in marks if proposals.bare(name) in _SWITCHES and isinstance(value, str)
+        ]  # of any meaning
         return sorted({*found, *odd} - {*texts})
 
     def switched_off(self, fields: Fields) -> list[str]:
@@ -463,14 +468,10 @@ class Format:
         return {name: value for name, value in found.items() if not is_nothing(value)}
 
 
-def _bare(name: str) -> str:
-    return name.lower().replace("_", "")
-
-
 @lru_cache(maxsize=64)  # most rows have the columns of the row before
 def _named(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
     """The columns with one of these names, however they are written."""
-    return [name for name in columns if _bare(str(name)) in names]
+    return [name for name in columns if proposals.bare(str(name)) in names]
 
 
 _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
@@ -705,6 +706,8 @@ class Detected:
         for name in [] if _MEDIA.isdisjoint(fields) or self.name == "text" else sorted(_MEDIA & fields.keys()):
             if not is_nothing(fields[name]):
                 raise images_are_not_read(f"the row has {name}")
+        if not (self.configured or self.format.by_value is _recognize_transcripts):
+            require_no_written_turns(fields, self.format.mapping, self.name)
         for name in () if self.configured else self.format.lost(fields):
             if fields[name] is not None:
                 raise BadRowError(

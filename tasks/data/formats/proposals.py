@@ -290,6 +290,11 @@ def _quoted(name: str) -> str:
     return name if name.replace("_", "").isalnum() else f'"{name}"'
 
 
+def bare(name: str) -> str:
+    """The name of a column without what its writing adds: systemprompt of System-Prompt."""
+    return re.sub(r"[\W_]", "", name).lower()
+
+
 def renamed_row(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """A row with its columns renamed to the formats' names."""
     fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}

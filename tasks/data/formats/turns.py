@@ -93,11 +93,13 @@ def one_of(fields: Fields, names: Sequence[str]) -> str:
     return (used or [name for name in names if name in fields] or list(names))[0]
 
 
-def require_nothing_else(value: Mapping[str, object], known: Container[str | None], what: str) -> None:
+def require_nothing_else(
+    value: Mapping[str, object], known: Container[str | None], what: str, remedy: str = ""
+) -> None:
     """Refuses unknown keys, which would be lost."""
     extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
     if extra:
-        raise BadRowError(f"{what} has {', '.join(extra)}", "unknown field")
+        raise BadRowError(f"{what} has {', '.join(extra)}", "unknown field", remedy=remedy)
 
 
 def text(value: object, what: str, empty: str) -> str:
@@ -310,6 +312,10 @@ _ITEMS: Mapping[str, tuple[str, ...]] = {
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
 # Keys that say whether a turn, or as columns a row, is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
 _WEIGHTS, _SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training")
+_OTHER_KEYS = (
+    "remove it from the turn; what says whether the turn is trained is called weight (0 or 1), what the assistant "
+    "thinks reasoning_content"
+)
 _NO_LOSS = "no loss"  # key of a turn of the assistant that is not trained, until ``without_marks``
 _NO_THOUGHTS = frozenset({"on", "off", "true", "false", "yes", "no", "0", "1"})  # whether there was thinking, not what
 _THINK, _THOUGHT_ENDS = "<think>", "</think>"
@@ -336,6 +342,9 @@ _NEXT = {  # turn -> turns that may follow
 
 _TRANSCRIBED = {"Human": "user", "Assistant": "assistant", "System": "system"}  # in transcripts
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
+_WRITTEN_TURNS = re.compile(
+    r"\W*(?:System\s*:.*?\W)?(Human|User)\s*:.*?[\s#>](Assistant|AI|Bot|GPT)\s*:", re.DOTALL | re.IGNORECASE
+)
 _TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
 
@@ -775,7 +784,7 @@ def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[s
         if not isinstance(item, str):
             raise BadRowError(f"{what} {key} is {named(item)}", "not text")
         made[key] = whole_characters(item, f"{what} {key}")
-    require_nothing_else(rest, (), what)
+    require_nothing_else(rest, (), what, _OTHER_KEYS)
 
 
 def _has_no_loss(value: object, key: str, role: object, what: str) -> bool:
@@ -846,6 +855,18 @@ def _check_answered(messages: Sequence[Message], what: str) -> None:
 def is_transcript(value: object) -> bool:
     """Whether a text is turns of Human and Assistant."""
     return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
+
+
+def require_no_written_turns(fields: Fields, columns: Container[str], name: str) -> None:
+    """Refuses turns of a user and an assistant in one text, which a format would read as one turn of the user."""
+    for column in ("prompt", "chosen"):
+        value = fields.get(column) if column in columns else None
+        if isinstance(value, str) and (found := _WRITTEN_TURNS.match(value)):
+            raise BadRowError(
+                f"{column} has turns of {' and '.join(found.groups())} in one text, which {name} reads as one turn of "
+                "the user", "turns in a text", r"a list of messages; of pairs also \n\nHuman: and \n\nAssistant:",
+                f"write the turns so, or read the text as one turn with format={name}",
+            )  # fmt: skip
 
 
 def turns_of(transcript: str, what: str) -> list[Message]:

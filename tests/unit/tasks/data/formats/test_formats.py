@@ -311,6 +311,8 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
         ("alpaca", "kto_tag", False), ("messages", "rejected_response", "b"), ("prompt_completion", "rejected", "b"),
         ("sharegpt", "rejected_messages", [Q]), ("alpaca", "labels", 0), ("messages", "loss_mask", [1]),
         ("messages", "chat_template_kwargs", {"enable_thinking": False}), ("preference", "response_masks", [1]),
+        ("messages", "System Prompt", "s"), ("unpaired", "system-message", "s"), ("prompt_completion", "sys", "s"),
+        ("prompt_completion", "thought", "t"), ("text", "speaker", "Bob"), ("messages", "enable_thinking", False),
     ],
 )  # fmt: skip
 def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, column: str, value: object) -> None:
@@ -323,6 +325,30 @@ def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, col
         assert detect([row], "rows.jsonl", configured=name).convert({**row, column: value}) == CASES[name][0][1]
     for nothing in (None, "", [], {}):
         assert detected.convert({**row, column: nothing}) == CASES[name][0][1]
+
+
+def test_of_prompts_only_what_the_system_says_under_another_name_is_refused() -> None:
+    detected = detect([{"prompt": "q"}], "rows.jsonl")
+    assert detected.convert({"prompt": "q", "tools_used": 1, "thought": "t"})["columns"]
+    with pytest.raises(BadRowError, match=r"the row has system_message.*format=prompts"):
+        detected.convert({"prompt": "q", "system_message": "s"})
+
+
+@pytest.mark.parametrize(
+    "text", ["\n\nHuman: q\n\nAssistant:", "User: q\nAssistant: ", "### Human: q### Assistant:", "USER: q ASSISTANT:"]
+)
+def test_turns_in_one_text_are_refused_unless_they_are_one_turn_of_the_user(text: str) -> None:
+    rows = [
+        ("prompt_completion", {"prompt": text, "completion": "a"}), ("prompts", {"prompt": text}),
+        ("unpaired", {"prompt": text, "completion": "a", "label": True}),
+    ]  # fmt: skip
+    if not text.startswith("\n"):  # those are pairs of transcripts
+        rows.append(("preference", {"prompt": text, "chosen": "a", "rejected": "b"}))
+        rows.append(("implicit_preference", {"chosen": f"{text} a", "rejected": f"{text} b"}))
+    for name, row in rows:
+        with pytest.raises(BadRowError, match=rf"(?i)turns of (human|user) and assistant in one text.*format={name}"):
+            detect([row], "rows.jsonl").convert(row)
+        assert detect([row], "rows.jsonl", configured=name).convert(row)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "prompts"])

@@ -138,6 +138,7 @@ def test_a_table_without_a_header_or_a_row_is_refused(
         ("rows.csv", {"sep": ";"}, "q;a\n1;2,5\n"),
         ("rows.csv", {"delimiter": "|"}, "q|a\n1|2,5\n"),
         ("rows.csv", {"sep": "\t"}, "q\ta\n1\t2,5\n"),
+        ("rows.csv", {"sep": r"\t"}, "q\ta\n1\t2,5\n"),
         ("rows.tsv", {"sep": ";"}, "q;a\n1;2,5\n"),
     ],
 )
