@@ -113,12 +113,13 @@ FIELDS: Mapping[str, str] = {
         f"not a setting: all layers have {_M}.adapter.rank and .alpha",
         "rank_pattern alpha_pattern layers_pattern layer_replication",
     ),
-    **_each("nothing: it follows from the method and the model", "task_type peft_type fan_in_fan_out inference_mode"),
+    **_each("nothing: it follows from the method and the model", "task_type fan_in_fan_out inference_mode"),
     **_each("not a setting: experts get an adapter where all layers do", "target_parameters"),
     **_each(f"{_M}.adapter.trainable_token_indices, of a head and embedding in one", "ensure_weight_tying"),
     **_each("model=DIRECTORY of the base", "base_model_name_or_path"),
     **_each(f"{_M}.adapter.type=dora", "use_dora", "peft_use_dora"),
-    **_each(f"{_M}.adapter.type, or adapter=lora for all", "use_peft", "finetuning_type tuner_type", "train_type"),
+    **_each(f"{_M}.adapter.type, or adapter=lora for all", "use_peft peft_type",
+            "finetuning_type tuner_type", "train_type"),
     **_each(f"{_M}.adapter.init", "init_lora_weights", "init_weights peft_init_lora_weights pissa_init",
             "lora_A_init_method lora_a_init_method column_init_method"),
     **_each(f"{_M}.adapter.layers", "layers_to_transform", "peft_layers_to_transform"),
@@ -579,6 +580,8 @@ def _may_be_null(cls: type, loc: tuple[str | int, ...]) -> bool:
 def _elsewhere(cls: type, key: str, path: str) -> str:
     """Where a field of that name is that is not one of ``cls``: in its settings, or in another part of its stage."""
     parent = path.removesuffix(key)
+    if (short := key.removesuffix("_type")) in field_names(cls):  # loss_type, of methods whose field is loss
+        return f"{parent}{short}"
     stage = "stages.STAGE" if cls is Root else ".".join(path.split(".")[:2])
     beside = {"resources": Resources, "method": Training} if stage.startswith("stages.") else {}
     others = [f"{stage}.{part}.{key}" for part, known in beside.items() if key in field_names(known)]

@@ -156,6 +156,8 @@ def notes_on(method: object, metrics: Metrics) -> Iterator[str]:
         yield f"DIVERGED at step {at}; its output is its model of step {best}"
     if "weights_unchanged" in metrics:
         yield "UNCHANGED: no step moved a weight, so that its output is its start; see learning_rate and grad_norm"
+    if metrics.get("completions/clipped_ratio") == 1:
+        yield "CUT: no completion of the last steps ended within max_completion_length; see its log at step 1"
     if "ended_early_at_step" in metrics:
         step, reasons = int(metrics["ended_early_at_step"]), []
         for name, reason in (("validation", "val/loss no longer fell"), ("evaluation", "its score was no better")):

@@ -24,6 +24,7 @@ from tasks.train.losses.rewards import sequence_scores
 from tasks.train.models.load import disable_dropout, whole_model
 from tasks.train.run import TrainingRun
 from tests import tiny, training
+from tests.model_directories import edit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, Trainer
@@ -130,15 +131,18 @@ def test_all_dropout_is_switched_off(architecture: str, fields: dict[str, object
     assert all(torch.equal(logits(), logits()) for _ in range(4))
 
 
+@pytest.mark.parametrize("in_config", [False, True], ids=["tokenizer", "config"])
 @pytest.mark.parametrize("adapter", [None, Adapter(rank=2)], ids=["full", "lora"])
 def test_a_reward_model_scores_in_plain_transformers_as_here_where_pad_is_the_end(
-    tmp_path: Path, adapter: Adapter | None
+    tmp_path: Path, adapter: Adapter | None, in_config: bool
 ) -> None:
     """transformers would read the token before the last one."""
     root = training.write_inputs(tmp_path / "inputs", num_rows=16)
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(root / "policy")
+    if in_config:
+        edit(root / "policy/config.json", pad_token_id=tokenizer.eos_token_id)
     stage = training.method("reward", num_steps=2, learning_rate=1e-2, adapter=adapter)
     output = training.train(stage, root, tmp_path / "output").output
     tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSequenceClassification.from_pretrained(output)

@@ -4,11 +4,13 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -173,6 +175,26 @@ def test_weights_that_stay_behind_stop_at_their_first_use(
         training.train(training.method(name, learning_rate=rate, num_steps=6), root, tmp_path / "output")
 
 
+@pytest.mark.parametrize("name", GENERATING)
+def test_weights_of_an_earlier_step_that_are_there_only_to_sample_stop_at_their_first_use(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In the memory of the policy itself, at a learning rate whose updates move no log-probability by much."""
+    known: list[dict] = []
+
+    def swapped(sample: Callable, model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        known.append({name: each.clone() for name, each in model.state_dict().items()})
+        model.load_state_dict(known[min(len(known), 2) - 1])
+        try:
+            return sample(model, *args, **kwargs)
+        finally:
+            model.load_state_dict(known[-1])
+
+    plant_sampler(monkeypatch, swapped)
+    with pytest.raises(PipelineError, match=r"step 3, which is not taken: .* lag by 1 updates, and 0 are accepted"):
+        training.train(training.method(name, learning_rate=SMALL, num_steps=4), root, tmp_path / "output")
+
+
 @pytest.mark.parametrize("wrong", ["unsynced", "unsynced, in process", "not asked"])
 def test_an_engine_with_old_weights_stops_at_their_first_use(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[Engine], wrong: str
@@ -302,6 +324,21 @@ def test_a_reference_that_is_copied_from_the_policy_stops_before_the_second_upda
         PipelineError, match=r"step 2, which is not taken: .* its weights were \w{16} at step 0, and are \w{16} now"
     ):
         training.train(stage, root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("init", [None, pytest.param("pissa", marks=pytest.mark.slow)])
+def test_a_reference_with_the_adapter_in_training_stops_before_an_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, init: str | None
+) -> None:
+    """What switches an adapter off, or to its copy, does nothing: no weight of the reference moves."""
+    monkeypatch.setattr(PeftModel, "disable_adapter", lambda self: nullcontext())
+    monkeypatch.setattr(PeftModel, "set_adapter", lambda self, *args, **kwargs: None)
+    if (name, init) == ("ppo", "pissa"):
+        pytest.skip("its reference is a model of its own")
+    adapter = Adapter(type="lora", rank=4, alpha=8, init=init)
+    with pytest.raises(PipelineError, match=r"step 1, .* follows the policy: the adapter in training acts in it"):
+        training.train(training.method(name, **COMPARED[name], adapter=adapter), root, tmp_path / "output")
 
 
 @pytest.mark.parametrize("moved", ["a base weight", "the frozen copy"])
@@ -466,8 +503,6 @@ def test_an_adapter_that_loads_as_another_model_stops_the_stage(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str | None
 ) -> None:
     """PEFT loads it on its base: here without its scale."""
-    from peft import PeftModel
-
     write = PeftModel.save_pretrained
 
     def saved(self: PeftModel, directory: Path, **options: object) -> None:

@@ -111,8 +111,14 @@ def test_a_training_that_moves_no_weight_says_so(root: Path, tmp_path: Path, nam
     below = {"learning_rate": 1e-60} if name == "ppo" else {}  # whose step has several updates
     still = training.train(training.method(name, num_steps=1, **below), root, tmp_path / "still")
     assert still.metrics["weights_unchanged"] == 1 and same(weights(still.output), weights(root / "policy"))
-    (note,) = notes_on(None, still.metrics)
+    note, *_ = notes_on(None, still.metrics)
     assert note.startswith("UNCHANGED: no step moved a weight")
+
+
+def test_a_training_whose_completions_never_end_says_so() -> None:
+    (note,) = notes_on(None, {"completions/clipped_ratio": 1.0})
+    assert note.startswith("CUT: no completion of the last steps ended within max_completion_length")
+    assert [*notes_on(None, {"completions/clipped_ratio": 0.9})] == []
 
 
 def test_workers_that_are_not_those_of_resources_are_refused(root: Path, tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ import torch
 from peft import PeftModel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainerCallback
+from trl.trainer.utils import use_adapter
 
 from lineage.errors import ArtifactError, PipelineError
 from lineage.filesystem.digest import DigestCache, digest_files
 from lineage.filesystem.digest import digest_of as digest_of_files
 from lineage.fingerprint import digest_json, short
 from tasks.train.kernels.machine import plain
-from tasks.train.models.adapted import DEFAULT
+from tasks.train.models.adapted import DEFAULT, REFERENCE
 from tasks.train.sharding import gather_again, local
 
 if TYPE_CHECKING:
@@ -251,6 +252,8 @@ class OnePolicy:
         """
         acting = active_adapters(model)
         same = sampled.model is not None and sampled.adapters == acting and shares_weights(sampled.model, model)
+        # Weights of an earlier step in the same memory: a step without a signal, or they were there only to sample.
+        same &= self._known.get(sampled.weights.digest or "", step) == step
         found = replace(sampled.weights if same else weights_of(model), step=step)
         assert found.digest
         self._known[found.digest] = step
@@ -361,6 +364,8 @@ class FixedReference(TrainerCallback):
         """
         if self._is_proven:
             return
+        if self._reference is None and DEFAULT in self._acting():
+            self._refuse(step, "the adapter in training acts in it")
         weights, trained = self._weights(), _trained_places(self._policy)
         shared = [name for name, each in weights.items() if _places([each]) & trained]
         if shared:
@@ -376,6 +381,18 @@ class FixedReference(TrainerCallback):
         if digest != known and not is_synced:
             self._refuse(step, f"its weights were {known} at step {before}, and are {digest} now")
         self._last, self._is_proven = (step, digest), policy != self._policy_start
+
+    def _acting(self) -> frozenset[str]:
+        """The adapters that act where a trainer computes the reference from the policy."""
+        policy = self._policy
+        assert isinstance(policy, PeftModel)
+        flags = [(each, each.requires_grad) for each in policy.parameters()]
+        with use_adapter(policy, adapter_name=REFERENCE if REFERENCE in policy.peft_config else None):
+            acting = active_adapters(policy)
+        for parameter, is_trained in flags:
+            if parameter.requires_grad != is_trained:  # PEFT lets all active adapters be trained, frozen ones too
+                parameter.requires_grad_(is_trained)
+        return acting
 
     def _weights(self) -> "dict[str, Tensor]":
         gather_again(self._policy)

@@ -620,6 +620,7 @@ SFT = "stages.sft.method"
         (f"{SFT}.packing=true", f"{SFT}.packing=best_fit"), (f"{SFT}.disable_dropout=true", "not a setting: methods"),
         (f"{SFT}.auto_find_batch_size=true", "resources.micro_batch_size=auto"),
         ("stages.dpo.method.importance_sampling_level=sequence", "method.loss=gspo"),
+        (f"{SFT}.adapter={{peft_type: lora}}", "method.adapter.type"),
         ("stages.dpo.method.steps_per_generation=2", "method.global_batch_size: a generation"),
         ("stages.dpo.method.vllm_server_host=h", "not a setting: vllm=server"),
         (f"{SFT}.adapter={{type: lora, rank_pattern: {{}}}}", "not a setting: all layers"),
@@ -629,6 +630,11 @@ SFT = "stages.sft.method"
 def test_a_peers_name_is_answered_with_ours(override, ours):
     with pytest.raises(ConfigError, match=f"here it is .*{ours}"):
         load_pipeline([override])
+
+
+def test_the_loss_type_of_a_peer_is_the_loss_where_a_method_has_one():
+    with pytest.raises(ConfigError, match=r"loss_type: unknown key; here it is stages\.grpo\.method\.loss$"):
+        load_pipeline(["pipeline=grpo", "model=tiny", "stages.grpo.method.loss_type=dapo"])
 
 
 @pytest.mark.parametrize(
