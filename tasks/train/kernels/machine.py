@@ -294,20 +294,20 @@ def sdpa_of_cpu(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     _sdpa: "Callable[..., Tensor]" = F.scaled_dot_product_attention,
 ) -> "Tensor":  # fmt: skip
-    """SDPA in bf16 as ``CausalInBf16``; else torch's, whose products, forward and backward, are MKL's.
+    """SDPA of short causal rows as ``CausalInBlocks``; else torch's, whose products, forward and backward, are MKL's.
 
-    The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long
-    (``bench/attention.py``).
+    The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long.
     """
     fast = torch.get_float32_matmul_precision()
     options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
     attend = partial(_sdpa, query, key, value, **options, scale=scale, enable_gqa=enable_gqa)
     if fast == "highest" or torch.compiler.is_compiling():
         return attend()
-    if is_causal and attn_mask is None and not dropout_p and _is_short_in_bf16(query, key):
+    if is_causal and attn_mask is None and not dropout_p and _is_short(query, key):
         few = query.shape[1] // key.shape[1]
         states = (query, *((each.repeat_interleave(few, 1) if few > 1 else each) for each in (key, value)))
-        blocks: Tensor = CausalInBf16.apply(*(each.flatten(0, 1) for each in states), scale or query.shape[-1] ** -0.5)
+        flat = (each.flatten(0, 1) for each in states)
+        blocks: Tensor = CausalInBlocks.apply(*flat, scale or query.shape[-1] ** -0.5)
         return blocks.unflatten(0, query.shape[:2])
     with _products("highest"):
         attended = attend()
@@ -317,17 +317,18 @@ def sdpa_of_cpu(
     return attended
 
 
-def _is_short_in_bf16(query: "Tensor", key: "Tensor") -> bool:
+def _is_short(query: "Tensor", key: "Tensor") -> bool:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     short = query.ndim == 4 and query.shape[2] == key.shape[2] <= KEPT_TOKENS
-    return short and dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
+    in_bf16 = dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
+    return short and (in_bf16 or dtype == torch.float32)
 
 
-class CausalInBf16(torch.autograd.Function):
-    """Causal attention of (heads of all rows, L, d), whose products are few, large and, but the scores, in bf16.
+class CausalInBlocks(torch.autograd.Function):
+    """Causal attention of (heads of all rows, L, d), whose products are few, large and in the dtype of its inputs.
 
-    Scores are in fp32, as in torch's flash kernel, which does its products at the rate of fp32. Probabilities are kept
-    for the backward pass, in bf16: of rows of ``KEPT_TOKENS``, about a quarter of a layer's other activations.
+    Scores are in fp32, as in torch's flash kernel, which does all its products at the rate of fp32. Probabilities are
+    kept for the backward pass: of rows of ``KEPT_TOKENS``, about a quarter of a layer's other activations.
     """
 
     @staticmethod
@@ -354,9 +355,11 @@ class CausalInBf16(torch.autograd.Function):
             end = each.shape[2]
             own = slice(end - each.shape[1], end)
             of_value[:, :end] += each.transpose(1, 2) @ grads[:, own]
-            of_scores = torch._softmax_backward_data(
-                grads[:, own] @ value[:, :end].transpose(1, 2), each, -1, each.dtype
-            )
+            of_each = grads[:, own] @ value[:, :end].transpose(1, 2)
+            if each.dtype == torch.float32:  # the function below has other last bits with other threads
+                of_scores = of_each.sub_((of_each * each).sum(-1, keepdim=True)).mul_(each)
+            else:
+                of_scores = torch._softmax_backward_data(of_each, each, -1, each.dtype)
             of_query[:, own] = of_scores @ key[:, :end]
             of_key[:, :end] += of_scores.transpose(1, 2) @ query[:, own]
         scale, dtype = ctx.scale, query.dtype
