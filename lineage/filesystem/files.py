@@ -16,6 +16,7 @@ from lineage.secrets import redacted
 Parsed = TypeVar("Parsed")
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_CUT_URL = re.compile(r"(?:s3|gs|gcs|az|abfss?|hdfs|https?):/")  # as a library of paths leaves one
 
 
 def user_cache(name: str) -> Path:
@@ -33,7 +34,7 @@ def local_path(configured: str, name: str = "", instead: str = "") -> Path:
     Raises:
         ConfigError: it is a URL, which would become a folder with that name.
     """
-    scheme, shown = URL.match(configured.lower()), redacted(configured)
+    scheme, shown = URL.match(configured.lower()) or _CUT_URL.match(configured.lower()), redacted(configured)
     if not scheme:
         path = Path(os.path.expanduser(configured))
         if configured.startswith("~") and str(path).startswith("~") and not path.exists():

@@ -18,7 +18,7 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect
-from tasks.data.formats.proposals import with_inner, with_prompt
+from tasks.data.formats.proposals import renamed_row, with_inner, with_prompt
 from tasks.data.formats.trees import Into, is_rated, is_tree, rows_of_trees
 from tasks.data.formats.turns import (
     PYTHONS_CALL,
@@ -349,7 +349,8 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
                     sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
-    if source.format in (None, "messages", "preference") and is_tree(sample, source.columns, kind):
+    messages = [_named(fields, source) for fields in sample]
+    if source.format in (None, "messages", "preference") and is_tree(messages, source.columns, kind):
         what = "prompts with rated answers, {} messages" if is_rated(sample) else "trees of {} messages"
         default = Kind.PREFERENCES if is_rated(sample) else None
         return _of_trees(source, chain(looked_at, chunks), kind or default, what)
@@ -380,7 +381,10 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None, what: 
     into: Into = "preference" if kind in (Kind.PREFERENCES, Kind.UNPAIRED) else "messages"
     if source.format is not None:
         into = "preference" if source.format == "preference" else "messages"
-    entries = [entry for chunk in chunks for entry in chunk.rows()]
+    entries = [
+        replace(entry, fields=_named(entry.fields, source)) if isinstance(entry, Row) else entry
+        for chunk in chunks for entry in chunk.rows()
+    ]  # fmt: skip
     broken = [entry for entry in entries if isinstance(entry, Broken)]
     made, count, unused = rows_of_trees([entry for entry in entries if isinstance(entry, Row)], into)
     if not made:
@@ -388,13 +392,27 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None, what: 
             f"{source.path}: {count} messages of trees give no row of {into}; replies of the assistant to messages of "
             "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
         )
-    detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, configured=into)
+    columns = {} if _names_messages(source) else source.columns
+    detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=columns, configured=into)
     detected = replace(detected, evidence=what.format(count), configured=source.format is not None)
     parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
     return Opened(
         source=source, detected=detected, unused=unused,
         chunks=iter([*([parsed(*broken)] if broken else []), *(parsed(*part) for part in parts)]),
     )  # fmt: skip
+
+
+def _named(fields: Fields, source: Source) -> Fields:
+    """A row with the names of a message of a tree, where ``columns`` gives it such."""
+    if not _names_messages(source):
+        return fields
+    with suppress(BadRowError):  # two columns of one name
+        return renamed_row(fields, source.columns)
+    return fields
+
+
+def _names_messages(source: Source) -> bool:
+    return not {"parent_id", "message_id", "role", "text"}.isdisjoint(source.columns)
 
 
 def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:

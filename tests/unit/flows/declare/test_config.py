@@ -541,7 +541,8 @@ def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
 @pytest.mark.parametrize(
     "cli_args",
     [
-        ["plan", "store=s3://bucket/store"], ["status", "store=S3://bucket/store"], ["gc", "store=https://host/store"],
+        ["plan", "store=s3://bucket/store"], ["plan", "store=s3:/bucket/store"],
+        ["status", "store=S3://bucket/store"], ["gc", "store=https://host/store"],
         ["stage", "sft", "store=gs://bucket/store"], ["doctor", "store=az://box/store", "pipeline=cpt-sft-dpo"],
         ["plan", "--out", "s3://bucket/plan.json"], ["plan", "--suggest", "s3://bucket/fits.yaml"],
         ["run", "--plan", "s3://bucket/plan.json"], ["run", "--overrides-from", "s3://bucket/best.yaml"],

@@ -76,6 +76,18 @@ def test_conversations_follow_the_best_answers_and_train_each_once(tmp_path: Pat
     assert report.evidence.startswith("trees of 1")
 
 
+def test_messages_of_trees_may_have_other_names(tmp_path: Path) -> None:
+    columns = {"message_id": "messageId", "parent_id": "meta.parent", "text": "content"}
+    rows = [
+        {"messageId": row["message_id"], "meta": {"parent": row["parent_id"]}, "content": row["text"], **{
+            name: row[name] for name in row if name not in columns
+        }} for row in TREE
+    ]  # fmt: skip
+    assert made(opened(tmp_path, rows, Kind.CONVERSATIONS, columns=columns)) == CONVERSATIONS
+    with pytest.raises(DataError, match=r"columns.group=tree: 'tree' is not a column"):
+        opened(tmp_path, TREE, Kind.CONVERSATIONS, columns={"group": "tree"})
+
+
 @pytest.mark.parametrize("rows", [TREE, whole(TREE)], ids=["messages", "trees"])
 def test_pairs_are_of_answers_to_one_message_of_different_rank(tmp_path: Path, rows) -> None:
     for found in (opened(tmp_path, rows, Kind.PREFERENCES), opened(tmp_path, rows, format="preference")):
