@@ -4,6 +4,7 @@ import inspect
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ PROBE = (
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \U0001f642\U0001f469\u200d\U0001f680   end "
 )
 # fmt: on
-_MOST_ADDED = 64  # added tokens in a probe
+_MOST_ADDED, _MOST_PIECES = 64, 2000  # in a probe: added tokens, and pieces of sentencepiece
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -181,8 +182,12 @@ def _require_pieces(file: Path, tokenizer: "PreTrainedTokenizerBase", remedy: st
         pieces = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError):  # a file of tiktoken may have this name too
         return
-    found = tokenizer.convert_ids_to_tokens(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-    if found != [pieces.id_to_piece(each) for each in pieces.encode(PROBE)]:
+    marked = [pieces.is_control, pieces.is_unknown, pieces.is_byte, pieces.is_unused]
+    known = (each for each in range(len(pieces)) if not any(is_so(each) for is_so in marked))
+    own = "".join(map(pieces.id_to_piece, islice(known, _MOST_PIECES))).replace("\u2581", " ")
+    text = f"{PROBE}{own}"  # a small vocabulary has no piece of the probe
+    found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if found != [pieces.id_to_piece(each) for each in pieces.encode(text)]:
         raise ConfigError(
             f"{file.parent} has no {_FILE}: transformers takes {type(tokenizer).__name__} for it, which makes other "
             f"tokens of one text than sentencepiece by {file.name}; {remedy}"

@@ -152,7 +152,6 @@ def test_a_sentencepiece_file_is_read_by_its_class_or_refused(
             tokenizer_of(tmp_path / "llama")
     sentencepiece = pytest.importorskip("sentencepiece")
 
-    (tmp_path / "text").write_text(f"a bc 123 a bc de\n{PROBE}\n" * 20)
     as_llama = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 
     def train(**options: object) -> None:
@@ -163,7 +162,8 @@ def test_a_sentencepiece_file_is_read_by_its_class_or_refused(
 
     # What the class leaves out: the kind, that no blank is put before a text, and what is done to characters.
     others = ({"model_type": "unigram"}, {"add_dummy_prefix": False}, {"normalization_rule_name": "nmt_nfkc"})
-    for changed in others:
+    for changed, told in ((others[0], ""), *((each, PROBE) for each in others)):
+        (tmp_path / "text").write_text(f"a bc 123 a bc de two, then two\n{told}\n" * 20)
         train(**{**as_llama, **changed})
         with pytest.raises(ConfigError, match=r"LlamaTokenizer for it, which makes other tokens .* tokenizer\.model"):
             tokenizer_of(tmp_path / "llama")
