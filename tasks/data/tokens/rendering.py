@@ -755,11 +755,13 @@ class Renderer:
         slot, text = self.template.render([[*before, {**plain, "content": _SLOT}], [*before, plain]], tools, row_id)
         shared = prompt[: common_prefix(prompt, slot)]
         if prompt[len(shared) :].strip() not in ("", OPEN) or not text.startswith(shared):
+            # Mistral's template of version 3 writes what the system says in prompts alone.
+            system = "put what the system says into the user's turn, " if before[0]["role"] == "system" else ""
             raise ConfigError(
                 f"the model's chat template does not render answers after the prompt that it generates them from: on "
                 f"row {row_id} the prompt ends in {prompt[-60:]!r}, and the answer follows {slot[-90:]!r}; a template "
-                "that begins the assistant's turn with its generation prompt is accepted; correct the template, or set "
-                "chat_template=chatml on the sft stage"
+                f"that begins the assistant's turn with its generation prompt is accepted; {system}correct the "
+                "template, or set chat_template=chatml on the sft stage"
             )
         return answer_after(prompt, text[len(shared) :], thought)
 

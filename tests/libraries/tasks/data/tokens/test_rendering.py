@@ -183,6 +183,16 @@ def test_answers_behind_another_text_than_their_prompt_are_refused(tokenizer: Pr
         ConfigError, match=r"after the prompt that it generates them from: on row c0 .*correct the templat"
     ):
         token_rows(tiny.conversation_rows(1), with_template(tokenizer, other))
+    # As Mistral's of version 3: the system's words stand in prompts alone.
+    prompts_alone = "{% set said = messages[0].content + ' ' if messages[0].role == 'system' else '' %}" + (
+        "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + (said if loop.last and m.role == 'user' "
+        "else '') + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    system, *turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    renderer = Renderer.of(with_template(tokenizer, prompts_alone))
+    assert renderer.turns(turns, None, "a")
+    with pytest.raises(ConfigError, match="put what the system says into the user's turn, correct the template"):
+        renderer.turns([system, *turns], None, "a")
 
 
 @pytest.mark.parametrize(
