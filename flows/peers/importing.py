@@ -677,7 +677,7 @@ def _one(draft: Draft, key: str, value: object) -> None:
     else:
         close = get_close_matches(key, [*RULES, *FIELDS], n=1, cutoff=0.8)
         hint = (
-            f"here it is {ours}: set it by hand"
+            f"here it is {ours}{'' if ours.startswith('not a setting') else ': set it by hand'}"
             if ours
             else f"it is unknown{f'; did you mean {close[0]}?' if close else ''}"
         )

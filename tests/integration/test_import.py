@@ -303,6 +303,7 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
         ("axolotl", CHATS.replace("}", ", roles_to_train: [all]}"), "roles_to_train=[\"all\"]"),
         ("llamafactory", SFT + "use_badam: true\n", "use_badam=true: it is unknown"),
         ("llamafactory", SFT + "freeze_trainable_layers: 2\n", "trains the last norm and the head too: set it by hand"),
+        ("llamafactory", SFT + "rank_pattern: {q_proj: 4}\n", "not a setting: all layers have stages.STAGE.method."),
         ("llamafactory", SFT + "do_train: false\ndo_predict: true\n", "trains nothing"),
         ("axolotl", CHATS + "unfrozen_parameters: [lm_head]\n", "it names what is trained; freeze.modules names what"),
         ("llamafactory", SFT + "optim: adamw_of_mine\n", "as a pipeline: stages.sft.method.optimizer.name"),
