@@ -187,9 +187,9 @@ def _recognize_responses(fields: Fields) -> tuple[str, ...]:
 def _reasoning(fields: Fields) -> CanonicalRow:
     problem = text_of(fields, "empty prompt", "problem", "question")
     solution = answer(text_of(fields, "no answer", "solution", "answer"), "solution")
-    if all(is_nothing(fields.get(name)) for name in THOUGHTS):
+    if (thought := with_thought_column(solution, fields)) is solution:
         text_of(fields, "no thinking", *THOUGHTS)
-    return {"messages": [_user(problem), *with_thought_column(solution, fields)]}
+    return {"messages": [_user(problem), *thought]}
 
 
 def _function_calling(fields: Fields) -> CanonicalRow:

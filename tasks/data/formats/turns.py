@@ -446,7 +446,7 @@ def with_system_column(row: CanonicalRow, fields: Fields) -> CanonicalRow:
 
 def with_system(row: CanonicalRow, value: object, column: str) -> CanonicalRow:
     """A row of chat with the system's turn that a column says, if any: a text, or Gemini's object with parts."""
-    if is_nothing(value):
+    if is_nothing(value) or str(value).isspace():
         return row
     parts = value.get("parts") if isinstance(value, Mapping) else None
     content = _content(parts if parts else value, column, "system")
@@ -648,7 +648,12 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
     if thought:
         made["content"] = with_thought(str(made["content"]), thought.text, f"{what} {thought.key}")
     if len(value) > 2:
-        _add_rest(made, value, what, {spelling.role, spelling.content, calls, *(THOUGHTS if thought else ())})
+        _add_rest(
+            made,
+            value,
+            what,
+            {spelling.role, spelling.content, calls, *(THOUGHTS if role in _WRITTEN_BY_MODEL else ())},
+        )
     return made
 
 
@@ -665,7 +670,7 @@ def thought_of(fields: Fields, what: str) -> Thought | None:
     Raises:
         BadRowError: there are two, or a word that says whether there was thinking instead of it.
     """
-    there = [key for key in THOUGHTS if not is_nothing(fields.get(key))]
+    there = [key for key in THOUGHTS if not is_nothing(fields.get(key)) and not str(fields[key]).isspace()]
     found = [Thought(key, text(fields[key], f"{what} {key}".lstrip(), "no thinking")) for key in there]
     if len({each.text.strip() for each in found}) > 1:
         keys = " and ".join(each.key for each in found)

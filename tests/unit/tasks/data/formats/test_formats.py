@@ -386,6 +386,7 @@ def test_thinking_in_a_field_of_its_own_is_that_at_the_beginning_of_the_content(
     called: Row = {**thought(""), "tool_calls": CALLS}
     rows: list[tuple[Row, Row]] = [
         ({"messages": [Q, own, Q, {**B, key: None}]}, {"messages": [Q, thought("a"), Q, B]}),
+        ({"messages": [Q, {**A, key: "\n\n"}], "system": " "}, {"messages": [Q, A]}),
         ({"messages": [Q, calling, RESULT, own]}, {"messages": [Q, called, RESULT, thought("a")]}),
         ({"conversations": [output("human", "q"), {**output("gpt", "a"), key: "t"}]}, {"messages": [Q, thought("a")]}),
         ({"prompt": "q", "chosen": [own], "rejected": "b"}, {**PAIR, "chosen": [thought("a")]}),
@@ -431,7 +432,8 @@ def test_a_column_of_thinking_is_that_of_the_answer(column: str) -> None:
     for row in rows:
         detected = detect([{**row, column: "t"}], "rows.jsonl")
         assert detected.convert({**row, column: "t"}) == {"messages": [Q, thought("a")]}
-        assert detected.convert({**row, column: None}) == {"messages": [Q, A]}
+        for nothing in (None, "\n"):
+            assert detected.convert({**row, column: nothing}) == {"messages": [Q, A]}
         assert detected.convert({**row, **dict.fromkeys(THOUGHTS, "t")}) == {"messages": [Q, thought("a")]}
         with pytest.raises(BadRowError, match=r"the row has .* and .*, which differ"):
             detected.convert({**row, **dict.fromkeys(THOUGHTS, "t"), column: "u"})
