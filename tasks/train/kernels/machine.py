@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Literal, cast
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError, PipelineError
@@ -119,7 +121,7 @@ def names_in_bf16(model: "PreTrainedModel", held: Held) -> list[str]:
 
 
 def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources: "Resources") -> None:
-    """Replaces modules of a model, before it has an adapter: by those of Liger, and by linear layers in fp8.
+    """Replaces modules of a model, before it has an adapter: by those of Liger or for a CPU, and linear ones by fp8.
 
     A reference gets the same as its policy, so that the two agree at step 0.
 
@@ -128,6 +130,8 @@ def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources:
     """
     if uses_liger(model, precision, resources):
         _apply_liger(model)
+    elif not (resources.gpus_per_worker or resources.compile):
+        _fuse_on_cpu(model)
     if precision == "fp8":
         _multiply_in_fp8(model)
 
@@ -164,6 +168,81 @@ def forget_liger() -> None:
     """Takes Liger's kernels out of the modules of transformers, where it also puts them: a CPU cannot run them."""
     for name, before in _WITHOUT_LIGER.items():
         vars(sys.modules[name]).update(before)
+
+
+def _fuse_on_cpu(model: "PreTrainedModel") -> None:
+    """Norms and rotary positions in fewer passes over memory, as Liger's on a GPU; norms keep less for their gradients.
+
+    For classes whose code is that of Llama's, whatever their name.
+    """
+    for module in model.modules():
+        if _computes_as(type(module).forward, LlamaRMSNorm.forward):
+            module.forward = MethodType(_norm, module)
+    modeling = sys.modules[type(model).__module__]
+    if _computes_as(getattr(modeling, "apply_rotary_pos_emb", None), apply_rotary_pos_emb):
+        vars(modeling)["apply_rotary_pos_emb"] = _rotate
+
+
+def _computes_as(found: object, expected: FunctionType) -> bool:
+    code = getattr(found, "__code__", None)
+    return code is not None and all(
+        getattr(code, each) == getattr(expected.__code__, each) for each in ("co_code", "co_names")
+    )
+
+
+def _norm(self: LlamaRMSNorm, hidden_states: "Tensor") -> "Tensor":
+    return cast("Tensor", _Norm.apply(hidden_states, self.weight, self.variance_epsilon))
+
+
+def _rotate(
+    q: "Tensor", k: "Tensor", cos: "Tensor", sin: "Tensor", unsqueeze_dim: int = 1
+) -> "tuple[Tensor, Tensor]":  # fmt: skip
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+class _Norm(torch.autograd.Function):
+    """Of root mean square; the backward pass needs its input and a number per token."""
+
+    @staticmethod
+    def forward(ctx: "FunctionCtx", hidden: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(hidden, weight, scale)
+        return weight * (wide * scale).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: "FunctionCtx", grads: "Tensor") -> "tuple[Tensor, Tensor | None, None]":
+        hidden, weight, scale = ctx.saved_tensors
+        grads, normed, of_weight = grads.float(), hidden.float() * scale, None
+        product = grads * normed
+        if ctx.needs_input_grad[1]:
+            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        normed.mul_(product.mul_(weight).mean(-1, keepdim=True))
+        return (grads * weight).sub_(normed).mul_(scale).to(hidden.dtype), of_weight, None
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary positions of (R, heads, L, d): each half of a head times ``cos``, plus the other one times ``sin``."""
+
+    @staticmethod
+    def forward(ctx: "FunctionCtx", states: "Tensor", cos: "Tensor", sin: "Tensor") -> "Tensor":
+        ctx.save_for_backward(cos, sin)
+        (first, second), (sin_first, sin_second), turned = states.chunk(2, -1), sin.chunk(2, -1), states * cos
+        turned_first, turned_second = turned.chunk(2, -1)
+        turned_first.addcmul_(second, sin_first, value=-1)
+        turned_second.addcmul_(first, sin_second)
+        ctx.dtype = states.dtype
+        return turned
+
+    @staticmethod
+    def backward(ctx: "FunctionCtx", grads: "Tensor") -> "tuple[Tensor, None, None]":
+        cos, sin = ctx.saved_tensors
+        (first, second), (sin_first, sin_second), turned = grads.chunk(2, -1), sin.chunk(2, -1), grads * cos
+        turned_first, turned_second = turned.chunk(2, -1)
+        turned_first.addcmul_(second, sin_second)
+        turned_second.addcmul_(first, sin_first, value=-1)
+        return turned.to(ctx.dtype), None, None
 
 
 def _multiply_in_fp8(model: "PreTrainedModel") -> None:

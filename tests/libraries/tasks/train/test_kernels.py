@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Resources
@@ -274,6 +275,35 @@ def test_attention_of_other_rows_on_a_cpu_is_torchs(monkeypatch, length, dtype, 
             _sdpa=lambda *states, **settings: calls.append(1) or sdpa(*states, **settings),
         )  # fmt: skip
     assert calls and found.shape == states[0].shape
+
+
+@pytest.mark.parametrize(("model_type", "num_norms"), [("llama", 5), ("qwen3", 9), ("gemma2", 0)])
+def test_norms_and_rotary_positions_of_a_cpu_compute_what_transformers_does(monkeypatch, model_type, num_norms):
+    config = AutoConfig.for_model(
+        model_type, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for each in model.parameters():
+        each.data += 0.1 * torch.randn_like(each)  # norms too
+    ids = torch.randint(0, 50, (2, 20))
+
+    def logits_and_gradients():
+        logits = model(input_ids=ids).logits
+        return logits, torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+
+    modeling = sys.modules[type(model).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # it comes back
+    logits, gradients = logits_and_gradients()
+    replace_kernels(model, "fp32", Resources(compile=True))
+    assert modeling.apply_rotary_pos_emb is not kernels._rotate
+    replace_kernels(model, "fp32", Resources())
+    assert sum("forward" in vars(each) for each in model.modules()) == num_norms
+    assert modeling.apply_rotary_pos_emb is kernels._rotate
+    found_logits, found = logits_and_gradients()
+    torch.testing.assert_close(found_logits, logits)
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow  # a process that imports everything
