@@ -81,7 +81,7 @@ def test_liger_takes_the_place_of_modules_and_not_of_losses(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     monkeypatch.setattr(kernels, "apply_liger_kernel", lambda model, config: calls.append((model, config)))
-    llama, gpt2 = (SimpleNamespace(config=SimpleNamespace(model_type=each)) for each in ("llama", "gpt2"))
+    llama, gpt2 = (SimpleNamespace(config=SimpleNamespace(model_type=each), modules=list) for each in ("llama", "gpt2"))
     replace_kernels(llama, "bf16", replace(ON_GPU, liger=False))
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     replace_kernels(llama, "bf16", ON_GPU)
