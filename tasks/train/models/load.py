@@ -787,7 +787,7 @@ def require_adapter_loads(
         set_seed(method.seed)  # of the head below that of the adapter
         continued = taken if method.adapter_in == "continue" else None
         base = whole_model(method.produces, policy.path, config, taken=continued, held=dtype)
-    if method.produces == Kind.REWARD_MODEL:  # an adapter has no config to say where the score is read
+    if method.produces == Kind.REWARD_MODEL:  # the base's own config may say that the score is read elsewhere
         base.config.get_text_config().pad_token_id = trained.config.get_text_config().pad_token_id
     base.set_attn_implementation("eager")
     loaded = _adapted(_placed(base, trained, policy.path), adapter)
