@@ -159,6 +159,7 @@ def add_labels(
             rows_dropped=sum(named.count for named in stats.dropped.values()), labels=stats.labels,
             samples=stats.samples, boundaries=stats.merged.count, control=stats.control.count,
             spelled=stats.spelled, control_done=stats.control_done if stats.control.count else "",
+            unknown=stats.unknown.count,
         )  # fmt: skip
         show(tokens, rows, length)
     except (ConfigError, DataError) as error:

@@ -63,6 +63,7 @@ class RowOutcome:
         num_examples: number of examples; several if its turns cannot be rendered in one text.
         merged: starts of the assistant over which the tokens of the whole text would merge, and do not.
         spelled: the control tokens that its texts spell.
+        unknown: tokens that stand for text of which the tokenizer has none.
     """
 
     row_id: str
@@ -77,6 +78,7 @@ class RowOutcome:
     num_examples: int = 1
     merged: int = 0
     spelled: Sequence[str] = ()
+    unknown: int = 0
 
     @property
     def control(self) -> int:

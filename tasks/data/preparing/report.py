@@ -172,6 +172,7 @@ class Labels:
         samples: the first rows, with the trained part in ⟦ ⟧.
         boundaries: rows with an answer over whose start tokens would merge.
         control: rows whose texts spell control tokens; ``spelled`` are these, ``control_done`` what was done with them.
+        unknown: rows of which some text has no token.
     """
 
     max_length: int
@@ -186,6 +187,7 @@ class Labels:
     control: int = 0
     spelled: Sequence[str] = field(default_factory=list)
     control_done: str = ""
+    unknown: int = 0
 
     def described(self) -> list[tuple[str, str]]:
         """Names and values of the statistics."""
@@ -203,6 +205,8 @@ class Labels:
             found.append(
                 ("control tokens", f"{self.control} rows spell {', '.join(self.spelled)}: {self.control_done}")
             )
+        if self.unknown:
+            found.append(("unknown tokens", f"in {self.unknown} rows: the tokenizer has none for a part of their text"))
         return [*found, ("rows with nothing to train", str(self.rows_dropped))]
 
 

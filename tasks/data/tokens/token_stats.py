@@ -38,6 +38,7 @@ class TokenStats:
         cut, prompts_cut, dropped: rows that lost their end, the beginning of their prompt, and all; these by reason.
         merged: rows with a start of the assistant over which tokens would merge.
         control: rows whose texts spell control tokens; ``spelled`` are these, ``keeps_control`` whether they are kept.
+        unknown: rows of which some text has no token.
         split: rows that are several examples, since the chat template renders earlier turns otherwise than the last.
         stop_tokens: those that end the assistant's turns: what generation must stop at.
         lengths: tokens of a row before anything was cut -> rows.
@@ -60,6 +61,7 @@ class TokenStats:
     control: Named = field(default_factory=Named)
     spelled: list[str] = field(default_factory=list)
     keeps_control: bool = False
+    unknown: Named = field(default_factory=Named)
     stop_tokens: list[int] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
@@ -80,6 +82,8 @@ class TokenStats:
         if outcome.spelled:
             self.control.add(outcome.row_id)
             self.spelled = sorted({*self.spelled, *outcome.spelled})[:MAX_NAMED]
+        if outcome.unknown:
+            self.unknown.add(outcome.row_id)
         self.stop_tokens = sorted({*self.stop_tokens, *outcome.stops})
         if outcome.dropped:
             self.dropped.setdefault(outcome.dropped, Named()).add(outcome.row_id)
@@ -116,6 +120,7 @@ class TokenStats:
             **({"rows_split": float(self.split.count)} if self.split.count else {}),
             **({"rows_with_boundaries": float(self.merged.count)} if self.merged.count else {}),
             **({"rows_with_control_tokens": float(self.control.count)} if self.control.count else {}),
+            **({"rows_with_unknown_tokens": float(self.unknown.count)} if self.unknown.count else {}),
             **({"packs": float(self.num_examples)} if self.packed else {}),
             **{f"{name}_rows": float(count) for name, count in sorted(self.labels.items())},
             **(
@@ -147,7 +152,8 @@ class TokenStats:
     def from_json(text: str) -> "TokenStats":
         known = {each.name for each in fields(TokenStats)}  # stats of text, conversations and pairs may be older
         stored = {name: value for name, value in json.loads(text).items() if name in known}
-        stored |= {name: Named(**stored[name]) for name in ("cut", "prompts_cut", "split", "merged", "control")}
+        names = [each.name for each in fields(TokenStats) if each.type is Named and each.name in stored]
+        stored |= {name: Named(**stored[name]) for name in names}
         stored["dropped"] = {reason: Named(**named) for reason, named in stored["dropped"].items()}
         stored["lengths"] = {int(length): count for length, count in stored["lengths"].items()}
         return TokenStats(**stored)

@@ -166,6 +166,7 @@ class RowTokenizer:
         bos: the token that begins every text of the model; None: it has none.
         adds_bos: whether the tokenizer itself puts it before a text.
         end_of_document: the token after a text; None: the tokenizer has none.
+        unknown: the token of text that the tokenizer has none for; None: it has one for all.
         vision: how the images of rows become tokens; None: they have none.
     """
 
@@ -176,6 +177,7 @@ class RowTokenizer:
     bos: int | None
     adds_bos: bool
     end_of_document: int | None
+    unknown: int | None
     vision: Vision | None = None
 
     @staticmethod
@@ -193,6 +195,7 @@ class RowTokenizer:
             bos=tokenizer.bos_token_id,
             adds_bos=adds_bos(tokenizer),
             end_of_document=None if end is None else tokenizer.convert_tokens_to_ids(end),
+            unknown=unknown_of(tokenizer),
         )
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
@@ -221,13 +224,14 @@ class RowTokenizer:
         return Rendered(text=text, spelled=spelled, literal=self.control.places(text))
 
     def _count(self, outcome: RowOutcome, text: Rendered, whole: Encoded) -> None:
-        """Counts the control tokens that a text spells, and the starts of answers over which tokens would merge.
+        """Counts unknown and spelled control tokens of a text, and starts of answers over which tokens would merge.
 
         Raises:
             DataError: it spells control tokens, with ``control_tokens=refuse``.
         """
         outcome.merged = max(outcome.merged, whole.num_merged)
         outcome.spelled = max(outcome.spelled, text.spelled, key=len)
+        outcome.unknown = max(outcome.unknown, whole.ids.count(self.unknown) if self.unknown is not None else 0)
         if not text.spelled:
             return
         if self.tokenization.control_tokens == "refuse":
@@ -450,7 +454,14 @@ def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
         num_examples=len(kept),
         merged=max(outcome.merged for outcome in outcomes),
         spelled=first.spelled,
+        unknown=max(outcome.unknown for outcome in outcomes),
     )
+
+
+def unknown_of(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token of text that a tokenizer has none for; one that also begins, ends or pads is none (GPT-2's)."""
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
 
 
 def end_of_document(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -604,6 +615,12 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
             "rows_with_control_tokens=%d spelled=%s row_ids=%s: %s; set control_tokens to text, keep, drop or refuse",
             stats.control.count, ",".join(stats.spelled), stats.control, stats.control_done,
         )  # fmt: skip
+    if stats.unknown.count:
+        logger.warning(
+            "rows_with_unknown_tokens=%d row_ids=%s: the tokenizer has no token for a part of their text; the model "
+            "reads and learns its unknown token there. Leave these rows out, or use a base whose tokenizer has them",
+            stats.unknown.count, stats.unknown,
+        )  # fmt: skip
     for reason, named in stats.dropped.items():
         logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
     if stats.labels and len(stats.labels) < len(LABEL_NAMES):
@@ -635,6 +652,7 @@ _ROWS_PER_PART = 256
 _OUTCOME = {
     "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
     "prompt_cut": "bool_", "dropped": "string", "label": "bool_", "merged": "int32", "control": "int32",
+    "unknown": "int32",
 }  # fmt: skip
 
 

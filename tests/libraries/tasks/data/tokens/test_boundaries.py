@@ -15,7 +15,7 @@ from tasks.data.tokens.encoding import Joined, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.token_stats import CONTROL_TOKENS
 from tasks.data.tokens.tokenization import ControlText, Tokenization
-from tasks.data.tokens.tokenize_rows import RowTokenizer, load_or_make
+from tasks.data.tokens.tokenize_rows import RowTokenizer, load_or_make, show
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import Lengths, Prompt, answered_tokens, prompt_tokens
 from tasks.model.chat_template import CHATML, HERMES
@@ -338,18 +338,37 @@ def test_added_newlines_and_words_are_text_though_the_template_writes_them(kind:
     assert ids == (prompt if kind == Kind.PROMPTS else prompt + answer)
 
 
-def test_blanks_that_a_normalizer_joins_over_the_beginning_of_an_answer_are_the_prompt_s() -> None:
-    backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((each, -9.0) for each in "\u2581abq?01sert")], 0))
+def small_unigram(unknown: str = "<unk>") -> PreTrainedTokenizerBase:
+    """A tokenizer of a few letters, whose normalizer joins blanks."""
+    backend = Tokenizer(models.Unigram([(unknown, 0.0), *((each, -9.0) for each in "\u2581abq?01sert")], 0))
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    backend.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>")
+    backend.add_special_tokens([unknown, "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token=unknown)
     tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def test_blanks_that_a_normalizer_joins_over_the_beginning_of_an_answer_are_the_prompt_s() -> None:
+    tokenizer = small_unigram()
     messages = asked("\n\na")
     found = tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, messages))
     ((start, _),) = trained(found.columns)
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert found.columns["input_ids"][:start] == prompt
+
+
+def test_text_that_the_tokenizer_has_no_token_for_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"row_id": f"r{index}", "text": text} for index, text in enumerate(["a b q", "a z b", "z y"])]
+    counts = [tokens(Kind.TEXT, small_unigram(), row).outcome.unknown for row in rows]
+    assert [bool(count) for count in counts] == [False, True, True]
+    assert not tokens(Kind.TEXT, small_unigram("<|im_end|>"), rows[1]).outcome.unknown  # GPT-2 ends with it
+    small_unigram().save_pretrained(tmp_path)
+    given = files.rows_input(tiny.write_rows(tmp_path / "rows", rows))
+    found = load_or_make(Tokenization(kind=Kind.TEXT, max_length=4), given, tmp_path, None, workers=1)
+    assert found.metrics["rows_with_unknown_tokens"] == 2 and found.outcomes["unknown"] == counts
+    show(found, given, 4)
+    assert "rows_with_unknown_tokens=2 row_ids=r1,r2: the tokenizer has no token for a part" in caplog.text
 
 
 @pytest.mark.parametrize(("option", "ends"), [("keep", 4), ("text", 2), (None, 2)])
