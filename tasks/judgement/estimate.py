@@ -40,7 +40,7 @@ _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
 MOST_TOKENS = 2**16  # of a forward pass under micro_batch_size=auto: more fill no GPU better
 _CPU_TOKENS = 2**12  # the same on a CPU
 _LONGER_STEPS = 1.1  # tokens of a long step, in those of a mean one
-_KEPT_TOKENS = 512  # of a row, up to which attention on a CPU keeps its probabilities
+_KEPT_TOKENS = 512  # of a row, up to which attention in bf16 on a CPU keeps its probabilities
 _MAX_LOGITS = 2**27  # above, the head computes chunks of tokens x vocabulary: tasks.train.kernels.padding_free
 _CHUNK = (4096, 32768)
 _FILL = 0.88  # share of the memory that such a pass is planned to take
@@ -564,8 +564,8 @@ def _activations_and_logits(
         return _activations_of_gpu(method, resources, found, tokens, width), logits
     scores = resources.rows_at_once * sequences(method) * _FLOAT
     logits = scores if is_head else tokens * found.vocabulary * _LOGIT_COPIES * _FLOAT
-    # Probabilities of half of the pairs of a row's tokens: tasks.train.kernels.machine.CausalInBlocks.
-    attention = found.heads * min(longest, _KEPT_TOKENS) // 2
+    # Probabilities in bf16, of half of the pairs of a row's tokens: tasks.train.kernels.machine.CausalInBf16.
+    attention = found.heads * min(longest, _KEPT_TOKENS) // 2 if width < _FLOAT else 0
     return _activations(found, tokens, width, resources.checkpointed_layers, attention), logits
 
 

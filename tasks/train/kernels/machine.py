@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 from unittest import mock
 
 import torch
@@ -25,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError, PipelineError
@@ -121,7 +119,7 @@ def names_in_bf16(model: "PreTrainedModel", held: Held) -> list[str]:
 
 
 def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources: "Resources") -> None:
-    """Replaces modules of a model, before it has an adapter: by those of Liger or for a CPU, and linear ones by fp8.
+    """Replaces modules of a model, before it has an adapter: by those of Liger, and by linear layers in fp8.
 
     A reference gets the same as its policy, so that the two agree at step 0.
 
@@ -130,8 +128,6 @@ def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources:
     """
     if uses_liger(model, precision, resources):
         _apply_liger(model)
-    elif not (resources.gpus_per_worker or resources.compile):
-        _fuse_on_cpu(model)
     if precision == "fp8":
         _multiply_in_fp8(model)
 
@@ -168,81 +164,6 @@ def forget_liger() -> None:
     """Takes Liger's kernels out of the modules of transformers, where it also puts them: a CPU cannot run them."""
     for name, before in _WITHOUT_LIGER.items():
         vars(sys.modules[name]).update(before)
-
-
-def _fuse_on_cpu(model: "PreTrainedModel") -> None:
-    """Norms and rotary positions in fewer passes over memory, as Liger's on a GPU; norms keep less for their gradients.
-
-    For classes whose code is that of Llama's, whatever their name.
-    """
-    for module in model.modules():
-        if _computes_as(type(module).forward, LlamaRMSNorm.forward):
-            module.forward = MethodType(_norm, module)
-    modeling = sys.modules[type(model).__module__]
-    if _computes_as(getattr(modeling, "apply_rotary_pos_emb", None), apply_rotary_pos_emb):
-        vars(modeling)["apply_rotary_pos_emb"] = _rotate
-
-
-def _computes_as(found: object, expected: FunctionType) -> bool:
-    code = getattr(found, "__code__", None)
-    return code is not None and all(
-        getattr(code, each) == getattr(expected.__code__, each) for each in ("co_code", "co_names")
-    )
-
-
-def _norm(self: LlamaRMSNorm, hidden_states: "Tensor") -> "Tensor":
-    return cast("Tensor", _Norm.apply(hidden_states, self.weight, self.variance_epsilon))
-
-
-def _rotate(
-    q: "Tensor", k: "Tensor", cos: "Tensor", sin: "Tensor", unsqueeze_dim: int = 1
-) -> "tuple[Tensor, Tensor]":  # fmt: skip
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
-
-
-class _Norm(torch.autograd.Function):
-    """Of root mean square; the backward pass needs its input and a number per token."""
-
-    @staticmethod
-    def forward(ctx: "FunctionCtx", hidden: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(hidden, weight, scale)
-        return weight * (wide * scale).to(hidden.dtype)
-
-    @staticmethod
-    def backward(ctx: "FunctionCtx", grads: "Tensor") -> "tuple[Tensor, Tensor | None, None]":
-        hidden, weight, scale = ctx.saved_tensors
-        grads, normed, of_weight = grads.float(), hidden.float() * scale, None
-        product = grads * normed
-        if ctx.needs_input_grad[1]:
-            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        normed.mul_(product.mul_(weight).mean(-1, keepdim=True))
-        return (grads * weight).sub_(normed).mul_(scale).to(hidden.dtype), of_weight, None
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotary positions of (R, heads, L, d): each half of a head times ``cos``, plus the other one times ``sin``."""
-
-    @staticmethod
-    def forward(ctx: "FunctionCtx", states: "Tensor", cos: "Tensor", sin: "Tensor") -> "Tensor":
-        ctx.save_for_backward(cos, sin)
-        (first, second), (sin_first, sin_second), turned = states.chunk(2, -1), sin.chunk(2, -1), states * cos
-        turned_first, turned_second = turned.chunk(2, -1)
-        turned_first.addcmul_(second, sin_first, value=-1)
-        turned_second.addcmul_(first, sin_second)
-        ctx.dtype = states.dtype
-        return turned
-
-    @staticmethod
-    def backward(ctx: "FunctionCtx", grads: "Tensor") -> "tuple[Tensor, None, None]":
-        cos, sin = ctx.saved_tensors
-        (first, second), (sin_first, sin_second), turned = grads.chunk(2, -1), sin.chunk(2, -1), grads * cos
-        turned_first, turned_second = turned.chunk(2, -1)
-        turned_first.addcmul_(second, sin_second)
-        turned_second.addcmul_(first, sin_first, value=-1)
-        return turned.to(ctx.dtype), None, None
 
 
 def _multiply_in_fp8(model: "PreTrainedModel") -> None:
@@ -373,20 +294,20 @@ def sdpa_of_cpu(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     _sdpa: "Callable[..., Tensor]" = F.scaled_dot_product_attention,
 ) -> "Tensor":  # fmt: skip
-    """SDPA of short causal rows as ``CausalInBlocks``; else torch's, whose products, forward and backward, are MKL's.
+    """SDPA in bf16 as ``CausalInBf16``; else torch's, whose products, forward and backward, are MKL's.
 
-    The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long.
+    The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long
+    (``bench/attention.py``).
     """
     fast = torch.get_float32_matmul_precision()
     options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
     attend = partial(_sdpa, query, key, value, **options, scale=scale, enable_gqa=enable_gqa)
     if fast == "highest" or torch.compiler.is_compiling():
         return attend()
-    if is_causal and attn_mask is None and not dropout_p and _is_short(query, key):
+    if is_causal and attn_mask is None and not dropout_p and _is_short_in_bf16(query, key):
         few = query.shape[1] // key.shape[1]
         states = (query, *((each.repeat_interleave(few, 1) if few > 1 else each) for each in (key, value)))
-        flat = (each.flatten(0, 1) for each in states)
-        blocks: Tensor = CausalInBlocks.apply(*flat, scale or query.shape[-1] ** -0.5)
+        blocks: Tensor = CausalInBf16.apply(*(each.flatten(0, 1) for each in states), scale or query.shape[-1] ** -0.5)
         return blocks.unflatten(0, query.shape[:2])
     with _products("highest"):
         attended = attend()
@@ -396,18 +317,17 @@ def sdpa_of_cpu(
     return attended
 
 
-def _is_short(query: "Tensor", key: "Tensor") -> bool:
+def _is_short_in_bf16(query: "Tensor", key: "Tensor") -> bool:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     short = query.ndim == 4 and query.shape[2] == key.shape[2] <= KEPT_TOKENS
-    in_bf16 = dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
-    return short and (in_bf16 or dtype == torch.float32)
+    return short and dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
 
 
-class CausalInBlocks(torch.autograd.Function):
-    """Causal attention of (heads of all rows, L, d), whose products are few, large and in the dtype of its inputs.
+class CausalInBf16(torch.autograd.Function):
+    """Causal attention of (heads of all rows, L, d), whose products are few, large and, but the scores, in bf16.
 
-    Scores are in fp32, as in torch's flash kernel, which does all its products at the rate of fp32. Probabilities are
-    kept for the backward pass: of rows of ``KEPT_TOKENS``, about a quarter of a layer's other activations.
+    Scores are in fp32, as in torch's flash kernel, which does its products at the rate of fp32. Probabilities are kept
+    for the backward pass, in bf16: of rows of ``KEPT_TOKENS``, about a quarter of a layer's other activations.
     """
 
     @staticmethod
@@ -434,11 +354,9 @@ class CausalInBlocks(torch.autograd.Function):
             end = each.shape[2]
             own = slice(end - each.shape[1], end)
             of_value[:, :end] += each.transpose(1, 2) @ grads[:, own]
-            of_each = grads[:, own] @ value[:, :end].transpose(1, 2)
-            if each.dtype == torch.float32:  # the function below has other last bits with other threads
-                of_scores = of_each.sub_((of_each * each).sum(-1, keepdim=True)).mul_(each)
-            else:
-                of_scores = torch._softmax_backward_data(of_each, each, -1, each.dtype)
+            of_scores = torch._softmax_backward_data(
+                grads[:, own] @ value[:, :end].transpose(1, 2), each, -1, each.dtype
+            )
             of_query[:, own] = of_scores @ key[:, :end]
             of_key[:, :end] += of_scores.transpose(1, 2) @ query[:, own]
         scale, dtype = ctx.scale, query.dtype
