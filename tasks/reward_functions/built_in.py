@@ -90,8 +90,8 @@ def _numeric(reward: RewardFunction, answer: Answer) -> float:
     """1 where the last number of an answer is that of the column, within a tolerance.
 
     Numbers may have thousands separators (1,000, 1_000 or LaTeX's 1{,}000), a fraction (3/4, 1 3/4, ½ or LaTeX's), an
-    exponent (1e3, 2*10^3, 2^10) or a percent sign (12% is 0.12). The exponent of a unit (5 cm^2) is no number. Partial
-    credit falls with the relative error, and is 0 from an error of 100 % on.
+    exponent (1e3, 2*10^3, 2^10) or a percent sign (12% is 0.12). An exponent of a unit is left out: 5 cm^2 is 5.
+    Partial credit falls with the relative error, and is 0 from an error of 100 % on.
     """
     found, right = last_number(answer.text), last_number(as_text(answer.row[column_of(reward)]))
     assert right is not None
