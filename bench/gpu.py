@@ -579,9 +579,9 @@ CASES = {  # name: (function, seconds at most), in the order of value
 
 def environment():
     """That of posttrain's stages, for every side: allocator, cuBLAS, threads."""
-    from flows.stages.process_settings import WORKER_ENVIRONMENT
+    from flows.stages.process_settings import worker_environment
 
-    for name, value in WORKER_ENVIRONMENT.items():
+    for name, value in worker_environment().items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(WORK / "inductor"))
 

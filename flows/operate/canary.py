@@ -33,7 +33,7 @@ from packaging.version import Version
 from pydantic import TypeAdapter, ValidationError
 
 from flows.operate.doctor import requirements_here
-from flows.stages.process_settings import LIBRARIES, WORKER_ENVIRONMENT
+from flows.stages.process_settings import LIBRARIES, worker_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import atomic_write, read_jsonl
 from lineage.record.environment import hardware, provenance_here
@@ -271,7 +271,7 @@ def _process(
         *names,
         *(["--noise"] if noise else []),
     ]
-    settings = {**WORKER_ENVIRONMENT, **LIBRARIES, **os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    settings = {**worker_environment(), **LIBRARIES, **os.environ, "HF_HUB_OFFLINE": "1", **environment}
     limit = _START_SECONDS + _RECIPE_SECONDS * len(names)
     log, shown, end = file.with_suffix(".log"), 0, time.monotonic() + limit
     with log.open("wb") as out, subprocess.Popen(

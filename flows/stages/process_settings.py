@@ -15,9 +15,12 @@ MALLOC = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 
-# OpenMP's threads spin at every barrier by default. When anything else wants a core, the spinning thread
-# keeps the working one off it, and a step can take ten times as long. Sleeping costs a little. The user's own wins.
-THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+# OpenMP's threads spin at every barrier for milliseconds by default. When anything else wants a core, the spinning
+# thread keeps the working one off it, and a step can take ten times as long. Here they spin for about as long as a
+# sleeping thread takes to wake up, and sleep then. GOMP_SPINCOUNT is of libgomp, torch's own; others sleep at once.
+# Who has set the policy gets what that says.
+POLICY, SPINS = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+THREADS = {POLICY: "PASSIVE", SPINS: "4000"}
 
 LIBRARIES = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -43,8 +46,6 @@ GPUS = {
 # Without it cuBLAS adds in an order of its own each time (torch.use_deterministic_algorithms).
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS, **GPUS}
-
 
 def set_environment() -> None:
     """Sets the variables of this process, for those that it starts; those that the user has set take precedence."""
@@ -52,10 +53,18 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def worker_environment() -> dict[str, str]:
+    """Variables for a process about to train, on another node too."""
+    found = {**MALLOC, **THREADS, **CUBLAS, **GPUS}
+    if POLICY in os.environ and SPINS not in os.environ:  # a number of spins would outrank it
+        del found[SPINS]
+    return {name: os.environ.get(name, value) for name, value in found.items()}
+
+
 def stage_environment() -> dict[str, str]:
     """Variables for a process about to start."""
     return {
-        **WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster(),
+        **worker_environment(), **LIBRARIES, **_ray_authentication(), **_own_cluster(),
         # What torch compiles it keeps as pickles; it would be in a directory that another account can create.
         "TORCHINDUCTOR_CACHE_DIR": str(private_folder() / "torchinductor"),
     }  # fmt: skip

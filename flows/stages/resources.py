@@ -31,7 +31,7 @@ from flows.prefect.address import configured_api_url
 from flows.progress.run_record import dashboard_file
 from flows.reports.wording import counted
 from flows.stages.job import Job
-from flows.stages.process_settings import WORKER_ENVIRONMENT, stage_environment
+from flows.stages.process_settings import stage_environment, worker_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.owner import Owner
 from lineage.filesystem.remote_files import private_folder
@@ -480,7 +480,7 @@ def connect(job: Job) -> None:
     environment = {
         "py_modules": _packages(job),
         "worker_process_setup_hook": "posttrain.hold",  # Ray puts the current folder before all others
-        "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
+        "env_vars": {**worker_environment(), "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
         address = join(runtime_env=environment, log_to_driver=True)

@@ -12,7 +12,7 @@ import pytest
 from flows.stages import launch, resources
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, context_of, saving_first
-from flows.stages.process_settings import set_environment, stage_environment
+from flows.stages.process_settings import set_environment, stage_environment, worker_environment
 from flows.stages.stops import stoppable
 from lineage.errors import ArtifactError, PrunedError, StageError
 from lineage.filesystem.lock import Lock, acquire_or
@@ -158,9 +158,22 @@ def test_what_has_nothing_to_save_is_not_waited_for(tmp_path):
 def test_what_the_user_has_set_takes_precedence(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     set_environment()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert os.environ["OMP_WAIT_POLICY"] == worker_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ  # of libgomp it would outrank the policy
+
+
+def test_threads_spin_shortly_and_sleep_then(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    set_environment()
+    for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "4000")):
+        assert os.environ[name] == worker_environment()[name] == value
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert worker_environment()["GOMP_SPINCOUNT"] == "7"
 
 
 def test_a_store_that_a_worker_does_not_see_is_refused_also_where_its_own_has_the_directory(tmp_path):
