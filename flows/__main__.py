@@ -141,6 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"{where}{error.strerror}; {remedy}" if remedy else f"{type(error).__name__}: {error}"
         print(on_screen(f"posttrain: {text}"), file=sys.stderr)
         return ConfigError.exit_code if remedy else 1
+    finally:
+        if arguments is None:  # Python ends by collecting the garbage of thousands of modules, which takes a second
+            gc.freeze()
 
 
 def _run(arguments: Sequence[str]) -> int:

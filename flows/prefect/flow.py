@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.input import RunInput, keyset_from_paused_state
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelled, Crashed, Failed, Paused, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
@@ -86,8 +86,11 @@ def in_flow(
 
         if server:  # its database has the runs of all such servers
             settle_left(store)
+        # Of a server that ends with this run nobody waits for heartbeats, whose thread sleeps a second at the end.
+        quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if server else contextlib.nullcontext()
         try:
-            pipeline_flow()
+            with quiet:
+                pipeline_flow()
         except _TimeIsOver:
             pass  # Prefect did not take the end
         except BaseException as error:
