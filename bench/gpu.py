@@ -4,8 +4,8 @@
 
 The limit is a loop without any feature: full rows, compiled layers, fused AdamW, bf16 autocast. The peer is a plain script
 of TRL. Each case is a process of its own that fails alone, or is ended at its limit. ``--save`` keeps the results in
-``bench/baselines/`` by GPU, model and method; ``--compare`` names what is slower than there by more than 5 %. SIZE=tiny
-tries it on a CPU.
+``bench/baselines/`` by GPU, model and method; ``--compare`` names what is slower than there by more than 5 %, what failed
+and what has no baseline. SIZE=tiny tries it on a CPU.
 
 Where a GPU is at hand, in this order, for the first three were never run on one:
 
@@ -575,6 +575,7 @@ CASES = {  # name: (function, seconds at most), in the order of value
     "sft-full-bf16/posttrain": (lambda: posttrain("sft", {**SFT, "optimizer": IN_BF16}, {}), 45),
     "sft-8b/posttrain": (large, 100),
 }  # fmt: skip
+CEILINGS = "ceilings"  # names the GPU
 
 
 def environment():
@@ -650,7 +651,13 @@ def arguments():
     parser.add_argument("--save", action="store_true", help="keep the results as baselines")
     parser.add_argument("--compare", action="store_true", help="name what is slower than its baseline")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.cases = args.cases.split(",")
+    if unknown := [name for name in args.cases if name not in CASES]:
+        parser.error(f"--cases: {', '.join(unknown)}: not a case; there are {', '.join(CASES)}")
+    if (args.save or args.compare) and CEILINGS not in args.cases:
+        args.cases.insert(0, CEILINGS)
+    return args
 
 
 def imported():
@@ -672,13 +679,14 @@ def measured(args):
     if not spawn:
         spawn = imported()
         print(f"imports: {time.monotonic() - begin:.1f} s, a new process for each case: {spawn}", flush=True)
-    queue = [*(() if (WORK / "ready").exists() else ("prepare",)), *args.cases.split(",")]
+    queue = [*(() if (WORK / "ready").exists() else ("prepare",)), *args.cases]
     while queue:
         name = queue.pop(0)
         left = args.deadline - (time.monotonic() - begin)
         limit = min(CASES[name][1] if name in CASES else 90, left)
         if limit < (1 if TINY else 12):
-            emit({"case": name, "error": "skipped: deadline"}, args.out)
+            results[name] = {"case": name, "error": "skipped: deadline"}
+            emit(results[name], args.out)
             continue
         reply = WORK / "reply.json"
         reply.unlink(missing_ok=True)
@@ -691,14 +699,15 @@ def measured(args):
 
 def baseline(results, name):
     """The file of a case: by GPU, model and method."""
-    gpu = results["ceilings"]["gpu"].lower().replace(" ", "-")
+    gpu = results[CEILINGS]["gpu"].lower().replace(" ", "-")
     model = {"grpo": "llama-0.4b", "sft-8b": "llama-8b"}.get(name.partition("/")[0], "llama-1.1b")
+    model = "llama-tiny" if TINY else model
     return BASELINES / gpu / model / f"{name.replace('/', '.')}.json"
 
 
 def rows_of(results):
     """What a baseline keeps of each case, with versions and commit."""
-    top = results.get("ceilings", {})
+    top = results.get(CEILINGS, {})
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=SRC, capture_output=True, text=True, check=False
     )
@@ -713,28 +722,47 @@ def rows_of(results):
         yield name, {**row, **versions, "commit": commit.stdout.strip()}
 
 
+def _last_line(error):
+    return error if isinstance(error, str) else error[-1]
+
+
+def worse(results, rows):
+    """What is slower than its baseline, and why a case is not compared; a line each."""
+    found = [f"{name}: {_last_line(each['error'])}" for name, each in results.items() if "error" in each]
+    if "gpu" not in results.get(CEILINGS, {}):
+        return [*found, f"nothing is compared: {CEILINGS}, which names the GPU, has no result"]
+    for name, each in results.items():
+        if name not in rows:
+            found += [f"{name}: ended at its limit, without a result"] if each.get("partial") else []
+        elif not (path := baseline(results, name)).exists():
+            found.append(f"{name}: no baseline, which --save writes: {path}")
+        else:
+            before, seconds = json.loads(path.read_text()), rows[name]["step_s_median"]
+            if seconds > SLOWER * before["step_s_median"]:
+                found.append(f"{name}: {seconds:.3f} s a step, {before['step_s_median']:.3f} at {before['commit']}")
+    return found
+
+
 def main():
-    """Runs the cases; with ``--compare``, exits with 1 where one is slower than its baseline."""
+    """Runs the cases; with ``--compare``, exits with 1 where one is slower than its baseline or cannot be compared."""
     args = arguments()
     WORK.mkdir(parents=True, exist_ok=True)
     environment()
     if args.case:
         Path(args.case[1]).write_text(json.dumps(run_case(args.case[0], Path(args.case[1])), default=str))
         return
-    results, slower = measured(args), []
-    for name, row in rows_of(results) if "gpu" in results.get("ceilings", {}) else ():
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # initializes nothing: cases are forked from here
+    if not TINY and not cuda():
+        raise SystemExit("no GPU is seen: run it where torch sees one; SIZE=tiny tries the cases on a CPU")
+    results = measured(args)
+    rows = dict(rows_of(results))
+    lines = worse(results, rows) if args.compare else []
+    for name, row in rows.items() if args.save and "gpu" in results.get(CEILINGS, {}) else ():
         path = baseline(results, name)
-        if args.compare and path.exists():
-            before = json.loads(path.read_text())
-            if row["step_s_median"] > SLOWER * before["step_s_median"]:
-                slower.append(
-                    f"{name}: {row['step_s_median']:.3f} s a step, {before['step_s_median']:.3f} at {before['commit']}"
-                )
-        if args.save:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(row, indent=1) + "\n")
-    if slower:
-        raise SystemExit("slower than the baseline:\n" + "\n".join(slower))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row, indent=1) + "\n")
+    if lines:
+        raise SystemExit("slower than the baseline, or not compared:\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How bench/diagnose.py counts diagnoses and patches; it trains nothing here."""
+"""How bench/diagnose.py counts diagnoses and patches, and bench/gpu.py what is slower; they train nothing here."""
 
 import json
 import math
 
 import pytest
 
+from bench import gpu
 from bench.diagnose import Outcome, is_better, totals, verdict, within_noise
 from bench.fault_rows import BREAKS, write_rows
 from bench.faults import FAULTS, METHODS
@@ -114,3 +115,27 @@ def test_the_rows_of_a_seed_are_the_same_and_every_break_changes_them(tmp_path):
         assert texts[f"a/{kind}-{name}.jsonl"] not in ("", texts[f"a/{kind}.jsonl"])
     pairs = [json.loads(line) for line in texts["a/pair.jsonl"].splitlines()]
     assert all(row["chosen"] != row["rejected"] for row in pairs)
+
+
+def test_what_is_slower_than_its_baseline_or_has_no_result_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "BASELINES", tmp_path)
+    step = {
+        name: {"step_s_median": seconds} for name, seconds in (("sft-full/hand", 1.04), ("sft-lora/posttrain", 1.06))
+    }
+    results = {
+        "ceilings": {"gpu": "NVIDIA H200"}, **step, "grpo/trl": {"step_s_median": 1.0},
+        "grpo/posttrain": {"partial": True},
+        "sft-8b/posttrain": {"error": ["Traceback", "OutOfMemoryError: CUDA out of memory"]},
+    }  # fmt: skip
+    for name in step:
+        path = gpu.baseline(results, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"step_s_median": 1.0, "commit": "0123abcd"}))
+    assert gpu.worse(results, dict(gpu.rows_of(results))) == [
+        "sft-8b/posttrain: OutOfMemoryError: CUDA out of memory",
+        "sft-lora/posttrain: 1.060 s a step, 1.000 at 0123abcd",
+        f"grpo/trl: no baseline, which --save writes: {tmp_path / 'nvidia-h200/llama-0.4b/grpo.trl.json'}",
+        "grpo/posttrain: ended at its limit, without a result",
+    ]
+    del results["ceilings"]
+    assert gpu.worse(results, {})[-1] == "nothing is compared: ceilings, which names the GPU, has no result"
