@@ -417,13 +417,12 @@ class Estimator:
         if by_bytes and row_bytes:
             tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + _TEMPLATE_TOKENS)
             longest = min(longest, row_bytes[1] + _TEMPLATE_TOKENS)  # a byte is at most a token
-        held = 0 if planned.runs_elsewhere else capacity(resources)
+        held = _held(planned)
         unseen = bool(resources.gpus_per_worker) and not held and resources.micro_batch_size == "auto"
-        if unseen:
-            resources = replace(resources, micro_batch_size=1)
+        least = replace(resources, micro_batch_size=1) if unseen else resources
         terms = memory(
-            method, resources, found, shapes, longest, self._frozen(planned, method),
-            mean=tokens if is_known else None, capacity=held,
+            method, least, found, shapes, longest, self._frozen(planned, method), mean=tokens if is_known else None,
+            capacity=held,
         )  # fmt: skip
         total = work(
             method, resources, found, shapes, num_steps=num_steps, tokens=tokens, slots=planned.stage.inputs,
@@ -582,8 +581,9 @@ class Estimator:
         pace = step_seconds(reports) if steps <= FEW_STEPS else None  # the first steps are slow
         row_tokens = tokens / (steps * method.global_batch_size)
         total = work(
-            method, planned.stage.resources, *known, num_steps=int(steps), tokens=row_tokens, slots=planned.stage.inputs
-        )
+            method, planned.stage.resources, *known, num_steps=int(steps), tokens=row_tokens,
+            slots=planned.stage.inputs, capacity=_held(planned),
+        )  # fmt: skip
         whole = manifest.provenance.end - manifest.provenance.start
         is_cut = any(metrics.get(name, 1.0) for name in ("rows_cut", "rows_dropped"))
         features = replace(
@@ -608,6 +608,11 @@ def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
     tokens = [total - before for before, total in pairwise(totals)]
     paces = [step.get("tokens_per_second", 0.0) for step in reports]
     return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
+
+
+def _held(planned: PlannedStage) -> int:
+    """Bytes of a worker, which decide how many tokens ``micro_batch_size=auto`` takes at once; 0: unknown."""
+    return 0 if planned.runs_elsewhere else capacity(planned.stage.resources)
 
 
 def _error(runs: Sequence[Run]) -> tuple[float, float] | None:

@@ -184,18 +184,37 @@ def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo,
         require_fits(plan, found, Estimator(plan, History()))
 
 
+def finished(entry, *, tokens: float) -> Manifest:
+    """The manifest of 20 steps in 8 seconds, whose reports are written beside it."""
+    entry.metrics.parent.mkdir(parents=True)
+    entry.metrics.write_text(json.dumps({"step": 20, "time": 1.0, "metrics": {"memory_gib": 1.5}}) + "\n")
+    return Manifest(
+        pipeline="", stage="", method="", recipe={}, fingerprint="", inputs={}, files={}, output_digest="",
+        metrics={"train_seconds": 8.0, "num_tokens": tokens, "steps": 20.0},
+        provenance=Provenance(start=0.0, end=10.0), produces=Kind.CHECKPOINT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["resources.gpu_memory_gib=12", "resources.launcher=cluster"])
+def test_the_passes_of_a_run_are_counted_as_those_of_its_plan(demo, monkeypatch, gpu):
+    """With micro_batch_size=auto they depend on the memory of a worker, which is unknown on a cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
+    monkeypatch.setattr(adapter_choice, "list_gpus", lambda *args: [])
+    plan = demo(*ON_GPU, gpu, "stages.sft.method.num_steps=20")
+    planned, estimator = plan.stage("sft"), Estimator(plan, History())
+    before, rows = estimator.estimate(planned), planned.stage.method.global_batch_size
+    run = estimator.measured(planned, finished(plan.entry(planned), tokens=20 * rows * 2048.0))
+    assert run.features.passes == before.features.passes >= 20
+    again = Estimator(plan, History(runs=[run])).estimate(planned)
+    assert again.seconds == pytest.approx(10.0)  # its own: 8 in steps, 2 beside them
+
+
 def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_it_was_planned(demo):
     plan = demo("stages.cpt.method.num_steps=null", "stages.cpt.method.num_epochs=1")
     planned = plan.stage("cpt")
     assert planned.hyperparameters and planned.hyperparameters.num_steps is None
     entry = plan.entry(planned)
-    entry.metrics.parent.mkdir(parents=True)
-    entry.metrics.write_text(json.dumps({"step": 20, "time": 1.0, "metrics": {"memory_gib": 1.5}}) + "\n")
-    metrics = {"train_seconds": 8.0, "num_tokens": 20 * 8 * 128.0, "steps": 20.0}
-    made = Manifest(
-        pipeline="", stage="cpt", method="", recipe={}, fingerprint="", inputs={}, files={}, output_digest="",
-        metrics=metrics, provenance=Provenance(start=0.0, end=10.0), produces=Kind.CHECKPOINT,
-    )  # fmt: skip
+    made = finished(entry, tokens=20 * 8 * 128.0)
     estimator = Estimator(plan, History())
     estimator.record(planned, made, estimator.estimate(planned))
     (run,) = History.of(plan.home).runs
