@@ -528,11 +528,12 @@ def _at_once(
     """Tokens of a forward pass under ``micro_batch_size=auto``, and how many passes a worker takes in a step.
 
     Args:
-        row: tokens of a row in the mean; longest: of the longest, which is never divided.
+        row: tokens of a row in the mean, which is never divided; longest: of the longest.
     """
     budget, rows = tokens_at_once(method, resources, found, shapes, capacity), method.global_batch_size
     step = max(1, round(rows * row / resources.num_workers))
-    return max(longest, min(budget, round(step * _LONGER_STEPS))), max(1, math.ceil(step / budget))
+    passes = min(math.ceil(step / budget), math.ceil(rows / resources.num_workers))
+    return max(longest, min(budget, round(step * _LONGER_STEPS))), passes
 
 
 def _largest_pass(
