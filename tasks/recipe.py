@@ -78,7 +78,7 @@ def without_verdict(inputs: Mapping[str, Filled]) -> dict[str, Filled]:
 # Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
     "torch", "tasks.train.light_imports", "transformers.trainer", "trl.trainer.dpo_trainer",
-    "trl.trainer.reward_trainer", "trl.trainer.sft_trainer",
+    "trl.trainer.reward_trainer", "trl.trainer.sft_trainer", "torch.nn.attention.varlen",
 )  # fmt: skip
 
 
