@@ -417,16 +417,11 @@ class Estimator:
         if by_bytes and row_bytes:
             tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + _TEMPLATE_TOKENS)
             longest = min(longest, row_bytes[1] + _TEMPLATE_TOKENS)  # a byte is at most a token
-        held = _held(planned)
-        unseen = bool(resources.gpus_per_worker) and not held and resources.micro_batch_size == "auto"
-        least = replace(resources, micro_batch_size=1) if unseen else resources
-        terms = memory(
-            method, least, found, shapes, longest, self._frozen(planned, method), mean=tokens if is_known else None,
-            capacity=held,
-        )  # fmt: skip
+        unseen = bool(resources.gpus_per_worker) and not _held(planned) and resources.micro_batch_size == "auto"
+        terms = self._terms(planned, method, (found, shapes), longest, tokens if is_known or by_bytes else None)
         total = work(
             method, resources, found, shapes, num_steps=num_steps, tokens=tokens, slots=planned.stage.inputs,
-            capacity=held,
+            capacity=_held(planned),
         )  # fmt: skip
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
@@ -450,8 +445,7 @@ class Estimator:
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
             runs=len(near), features=features, unseen=unseen, at_most=not is_known, by_bytes=by_bytes,
-            error=_error(near),
-            gpu_hours=gpu_hours,
+            error=_error(near), gpu_hours=gpu_hours,
             traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
@@ -461,6 +455,15 @@ class Estimator:
             if method.diloco and steps
             else None,
         )  # fmt: skip
+
+    def _terms(
+        self, planned: PlannedStage, method: Training, model: Model, longest: int, mean: float | None
+    ) -> Memory:  # fmt: skip
+        """The memory of a worker by formula; the least, of one row at once, where nothing says how large its GPU is."""
+        resources, held = planned.stage.resources, _held(planned)
+        if resources.gpus_per_worker and not held and resources.micro_batch_size == "auto":
+            resources = replace(resources, micro_batch_size=1)
+        return memory(method, resources, *model, longest, self._frozen(planned, method), mean=mean, capacity=held)
 
     def _peak(self, planned: PlannedStage, precision: str) -> float | None:
         """Measured FLOP/s of a worker; None: none was measured, or it runs on another machine."""
@@ -590,10 +593,14 @@ class Estimator:
             guess.features, flops=total.flops, passes=total.passes, num_steps=int(steps), row_tokens=row_tokens,
             is_cut=is_cut, moved=total.moved,
         )  # fmt: skip
-        return Run(
+        run = Run(
             time=time.time(), stage=planned.name, features=features, memory=round(max(peaks) * 2**30),
             seconds=pace * steps if pace else seconds, other_seconds=max(whole - seconds, 0.0), tokens=int(tokens),
         )  # fmt: skip
+        # Memory by formula for rows as the next plan counts them, which adds what this run needed beside it.
+        mean, longest, _ = History(runs=[run]).lengths(method, features)
+        terms = self._terms(planned, method, known, longest, mean)
+        return replace(run, features=replace(features, row_bytes=max(terms.total - terms.model, 1)))
 
 
 def _last_seconds(plan: Plan, planned: PlannedStage) -> float | None:

@@ -64,7 +64,8 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
             continue
         held -= need.shared
         change = cheapest(estimator, planned, held)
-        verb = "needs" if need.least > held else "may need, if its rows are as long as max_length allows,"
+        longest = "" if need.by_bytes else ", if its rows are as long as max_length allows,"
+        verb = "needs" if need.least > held else f"may need{longest}"
         what = "a GPU has" if planned.stage.resources.gpus_per_worker else "the machine has for it"
         lines.append(
             f"stages.{planned.name} {verb} {gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "

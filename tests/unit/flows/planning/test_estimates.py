@@ -184,10 +184,10 @@ def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo,
         require_fits(plan, found, Estimator(plan, History()))
 
 
-def finished(entry, *, tokens: float) -> Manifest:
+def finished(entry, *, tokens: float, memory_gib: float = 1.5) -> Manifest:
     """The manifest of 20 steps in 8 seconds, whose reports are written beside it."""
     entry.metrics.parent.mkdir(parents=True)
-    entry.metrics.write_text(json.dumps({"step": 20, "time": 1.0, "metrics": {"memory_gib": 1.5}}) + "\n")
+    entry.metrics.write_text(json.dumps({"step": 20, "time": 1.0, "metrics": {"memory_gib": memory_gib}}) + "\n")
     return Manifest(
         pipeline="", stage="", method="", recipe={}, fingerprint="", inputs={}, files={}, output_digest="",
         metrics={"train_seconds": 8.0, "num_tokens": tokens, "steps": 20.0},
@@ -195,18 +195,25 @@ def finished(entry, *, tokens: float) -> Manifest:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", ["resources.gpu_memory_gib=12", "resources.launcher=cluster"])
-def test_the_passes_of_a_run_are_counted_as_those_of_its_plan(demo, monkeypatch, gpu):
-    """With micro_batch_size=auto they depend on the memory of a worker, which is unknown on a cluster."""
+@pytest.mark.parametrize("gpu", ["gpu_memory_gib=12", "gpu_memory_gib=80", "launcher=cluster"])
+def test_a_training_of_rows_of_any_length_is_planned_again_as_it_was_measured(demo, monkeypatch, gpu):
+    """With micro_batch_size=auto, passes and memory depend on the memory of a worker, which a cluster's do not say."""
     monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
     monkeypatch.setattr(adapter_choice, "list_gpus", lambda *args: [])
-    plan = demo(*ON_GPU, gpu, "stages.sft.method.num_steps=20")
+    plan = demo(*ON_GPU, f"resources.{gpu}", "stages.sft.method.num_steps=20")
     planned, estimator = plan.stage("sft"), Estimator(plan, History())
-    before, rows = estimator.estimate(planned), planned.stage.method.global_batch_size
-    run = estimator.measured(planned, finished(plan.entry(planned), tokens=20 * rows * 2048.0))
-    assert 20 <= run.features.passes == before.features.passes <= 20 * rows
+    whole, rows = estimator.estimate(planned), planned.stage.method.global_batch_size
+    of_bytes = replace(planned.hyperparameters, row_bytes=(900.0, 9000))
+    roughly = estimator.estimate(replace(planned, hyperparameters=of_bytes))
+    assert roughly.by_bytes and roughly.features.row_tokens == 332  # and not 2,048
+    if gpu == "gpu_memory_gib=80":
+        assert roughly.memory < 0.7 * whole.memory
+    made = finished(plan.entry(planned), tokens=20 * rows * 300.0, memory_gib=30.0)
+    run = estimator.measured(planned, made)
     again = Estimator(plan, History(runs=[run])).estimate(planned)
-    assert again.seconds == pytest.approx(10.0)  # its own: 8 in steps, 2 beside them
+    assert 20 <= run.features.passes == again.features.passes <= 20 * rows
+    assert again.seconds == pytest.approx(10.0)  # 8 in steps, 2 beside them
+    assert again.memory == run.memory
 
 
 def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_it_was_planned(demo):
