@@ -53,9 +53,11 @@ from lineage.source.sources import pin
 from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import TRAIN
+from tasks.evaluate.evaluate import Evaluate
 from tasks.judgement.check_rows import POLICY, rows_slot
-from tasks.judgement.estimate import kernels_in_use
+from tasks.judgement.estimate import GRAPHS, kernels_in_use
 from tasks.method import Method, Training
+from tasks.teacher_answers import TeacherAnswers
 from tasks.train.evaluation import asked_beside, failed_scores, failure_lines
 
 
@@ -87,9 +89,11 @@ class PlannedStage:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What a training on a GPU computes with, and why."""
-        method = self.stage.method
-        return kernels_in_use(method, self.stage.resources) if isinstance(method, Training) else {}
+        """What a training on a GPU computes with, and why; what answers prompts there in other stages."""
+        method, resources = self.stage.method, self.stage.resources
+        if isinstance(method, Evaluate | TeacherAnswers):
+            return {"answers": GRAPHS} if resources.gpus_per_worker else {}
+        return kernels_in_use(method, resources) if isinstance(method, Training) else {}
 
     @property
     def resources(self) -> Resources:

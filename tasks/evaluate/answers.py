@@ -51,12 +51,24 @@ def greedy_answers(
         num_beams: of a beam search, which looks for the most likely answer.
         images: the places of each prompt's images among those of ``vision``.
     """
+    from tasks.train.generation import rollouts
+    from tasks.train.kernels.machine import plain
+
     stops = stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
 
     def generate(batch: Sequence[int]) -> list[list[int]]:
         ids_BT, attention_BT = padded([prompts[index] for index in batch], model.device, left=True, pad=pad)
         seen = vision.inputs([images[index] for index in batch], ids_BT) if vision and images else {}
+        whole = plain(model)
+        by_graphs = rollouts.decodes(whole) and ids_BT.shape[1] > 1 and num_beams == 1 and not seen
+        rollouts.log_sampler(model.config.model_type, by_graphs=by_graphs)
+        if by_graphs:
+            new_BN, _ = rollouts.decode(
+                whole, ids_BT, attention_BT, None, max_new_tokens=max_new_tokens, pad_token_id=pad,
+                stop_tokens=sorted(stops),
+            )  # fmt: skip
+            return [[*map(int, each)] for each in new_BN.tolist()]
         new_BT = model.generate(ids_BT, attention_mask=attention_BT, **seen)[:, ids_BT.shape[1] :]
         found: list[list[int]] = new_BT.tolist()
         return found

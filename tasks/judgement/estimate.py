@@ -12,7 +12,7 @@ from tasks.data.images import Images
 from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, parts_trained, weights_of_adapter
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 from tasks.train.evaluation import BATCH_LOGITS, BATCH_TOKENS
-from tasks.train.sharding import BUCKET_ELEMENTS, STRATEGIES, Part, divided_over
+from tasks.train.sharding import BUCKET_ELEMENTS, STRATEGIES, Part, divided_over, holds_parts
 
 _FLOAT = 4
 _BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
@@ -658,6 +658,9 @@ def uses_fused_layers(method: TrainingRecipe, resources: Resources) -> bool:
     return bool(resources.gpus_per_worker) and not is_off and find_spec("liger_kernel") is not None
 
 
+GRAPHS = "a CUDA graph a token where the architecture is plain attention"  # tasks.train.generation.rollouts.decodes
+
+
 def kernels_in_use(method: TrainingRecipe, resources: Resources) -> dict[str, str]:
     """What a training on a GPU computes its layers and samples its completions with; what steps weights in bf16.
 
@@ -667,7 +670,9 @@ def kernels_in_use(method: TrainingRecipe, resources: Resources) -> dict[str, st
     steps = {"steps": kept} if method.optimizer.weights else {}
     if not resources.gpus_per_worker:
         return steps
-    return {"layers": _layers_in_use(method, resources), **_sampler_in_use(method), **steps}
+    compiled = ", compiled (resources.compile=true)" if resources.compile else ""
+    layers = {"layers": _layers_in_use(method, resources) + compiled}
+    return {**layers, **_sampler_in_use(method, resources), **steps}
 
 
 def _layers_in_use(method: TrainingRecipe, resources: Resources) -> str:
@@ -682,7 +687,7 @@ def _layers_in_use(method: TrainingRecipe, resources: Resources) -> str:
     return f"Liger where it has the architecture (liger-kernel {version('liger-kernel')} is installed)"
 
 
-def _sampler_in_use(method: TrainingRecipe) -> dict[str, str]:
+def _sampler_in_use(method: TrainingRecipe, resources: Resources) -> dict[str, str]:
     if not _completions(method):
         return {}
     vllm = getattr(method, "vllm", None)
@@ -694,7 +699,9 @@ def _sampler_in_use(method: TrainingRecipe) -> dict[str, str]:
         return {"completions": f"transformers (a base in few bits; {choice})"}
     if getattr(getattr(method, "sampling", None), "repetition_penalty", 1.0) != 1:
         return {"completions": f"transformers (sampling.repetition_penalty; {choice})"}
-    return {"completions": f"a CUDA graph a token where the architecture is plain attention ({choice})"}
+    if holds_parts(resources):
+        return {"completions": f"transformers (sharding={resources.sharding} divides the weights; {choice})"}
+    return {"completions": f"{GRAPHS} ({choice})"}
 
 
 def _gradients(

@@ -424,9 +424,9 @@ def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int
 
 
 @functools.cache
-def _log_sampler(name: str, model_type: str) -> None:
-    """Once in a training."""
-    logger.info("completions=%s model_type=%s", name, model_type)
+def log_sampler(model_type: str, *, by_graphs: bool) -> None:
+    """Once in a stage."""
+    logger.info("completions=%s model_type=%s", "one CUDA graph a token" if by_graphs else "transformers", model_type)
 
 
 def sample(
@@ -460,7 +460,7 @@ def sample(
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
         by_graphs = decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1 and not vision
         if ids_BT.shape[1] > 1:
-            _log_sampler("one CUDA graph a token" if by_graphs else "transformers", model.config.model_type)
+            log_sampler(model.config.model_type, by_graphs=by_graphs)
         if by_graphs:
             found_BN, logps_BN = decode(
                 model, ids_BT, mask_BT, prompt_cache(model, ids_BT, mask_BT, positions_BT),
@@ -655,8 +655,8 @@ def _is_plain(model: "PreTrainedModel") -> bool:
 @torch.no_grad()
 def decode(
     model: "PreTrainedModel", ids_BP: "Tensor", mask_BP: "Tensor", cache: Cache | None, *, max_new_tokens: int,
-    pad_token_id: int, stop_tokens: Sequence[int], warpers: "Sequence[LogitsProcessor]", draw: Draw,
-    temperature: float,
+    pad_token_id: int, stop_tokens: Sequence[int], warpers: "Sequence[LogitsProcessor]" = (), draw: Draw | None = None,
+    temperature: float = 1.0,
 ) -> tuple["Tensor", "Tensor"]:  # fmt: skip
     """Samples after prompts of at least two tokens what ``generate`` gives for the same noise.
 
@@ -665,6 +665,7 @@ def decode(
         ids_BP: padded on the left.
         cache: of all prompt tokens but the last; None: it is computed.
         warpers: of the logits; they must not read the tokens.
+        draw: None: the most likely token is taken.
         temperature: of the log-probabilities.
 
     Returns:
@@ -676,7 +677,7 @@ def decode(
             input_ids=ids_BP[:, :-1], attention_mask=mask_BP[:, :-1], position_ids=positions_BP[:, :-1],
             cache=DynamicCache(), use_cache=True,
         ).cache  # fmt: skip
-    state = _State(model, ids_BP, mask_BP, positions_BP, cache, max_new_tokens)
+    state = _State(model, ids_BP, mask_BP, positions_BP, cache, max_new_tokens, is_noisy=draw is not None)
     stops = torch.tensor([*stop_tokens], device=model.device)
 
     def step() -> None:
@@ -695,7 +696,8 @@ def decode(
             if number % _BLOCK == 0:
                 if bool(state.ended_B.all()):
                     break
-                state.draw(draw)
+                if draw:
+                    state.draw(draw)
             run()
     return state.found_BN, state.logps_BN
 
@@ -721,7 +723,7 @@ class _State(Cache):
 
     def __init__(
         self, model: "PreTrainedModel", ids_BP: "Tensor", mask_BP: "Tensor", positions_BP: "Tensor", cache: Cache,
-        max_new_tokens: int,
+        max_new_tokens: int, *, is_noisy: bool,
     ) -> None:  # fmt: skip
         (rows, length), device = ids_BP.shape, model.device
         whole = -(-(length + max_new_tokens) // _MULTIPLE) * _MULTIPLE
@@ -741,7 +743,7 @@ class _State(Cache):
         self.found_BN = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
         self.logps_BN = torch.zeros(rows, max_new_tokens, device=device)
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        self._noise = torch.ones(_BLOCK, rows, vocabulary, device=device)
+        self._noise = torch.zeros(_BLOCK if is_noisy else 1, rows, vocabulary if is_noisy else 1, device=device)
 
     def hidden(self, model: "PreTrainedModel") -> "Tensor":
         """The last hidden states (B, H) of the newest tokens."""
@@ -769,7 +771,7 @@ class _State(Cache):
         self._noise.clamp_(min=torch.finfo(torch.float32).tiny).log_()
 
     def noise(self) -> "Tensor":
-        return self._noise.index_select(0, self.number % _BLOCK)[0]
+        return self._noise.index_select(0, self.number % len(self._noise))[0]
 
     def add(self, token_B: "Tensor", logps_B: "Tensor", stops: "Tensor") -> None:
         """Continues with the next token."""

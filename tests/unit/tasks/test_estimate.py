@@ -66,6 +66,12 @@ def test_weights_of_two_models_by_hand():
         (("liger_kernel",), {"precision": "fp32"}, {}, "transformers (precision=fp32)"),
         (("liger_kernel",), {}, {"deterministic": True}, "transformers (Liger is not deterministic)"),
         ((), {}, {"liger": True}, "Liger (resources.liger=true)"),
+        (
+            (),
+            {},
+            {"liger": False, "compile": True},
+            "transformers (resources.liger=false), compiled (resources.compile=true)",
+        ),
     ],
 )
 def test_the_layers_of_a_gpu_are_named_with_their_reason(installed, fields, resources, expected, monkeypatch):
@@ -94,8 +100,11 @@ def test_the_layers_of_a_gpu_are_named_with_their_reason(installed, fields, reso
 )  # fmt: skip
 def test_what_samples_on_a_gpu_is_named_with_its_reason(installed, fields, expected, monkeypatch):
     monkeypatch.setattr(estimate, "find_spec", lambda name: name if name in installed else None)
-    found = estimate.kernels_in_use(GRPO(num_steps=1, **fields), Resources(gpus_per_worker=1))
-    assert found["completions"] == expected
+    gpu, method = Resources(gpus_per_worker=1), GRPO(num_steps=1, **fields)
+    assert estimate.kernels_in_use(method, gpu)["completions"] == expected
+    if not fields:
+        divided = estimate.kernels_in_use(method, replace(gpu, sharding="fsdp"))["completions"]
+        assert divided == "transformers (sharding=fsdp divides the weights; vLLM is not installed)"
 
 
 def test_eight_billion_weights_in_bf16_fit_a_card_of_80_gb():

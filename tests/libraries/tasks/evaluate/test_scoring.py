@@ -14,6 +14,7 @@ from lineage.filesystem import lock
 from tasks.evaluate import scoring
 from tasks.evaluate.answers import greedy_answers
 from tasks.evaluate.scoring import Batches, Scored, in_batches, logps, rewards
+from tasks.train.generation import rollouts
 from tests.tiny import sentence, write_policy
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
@@ -133,8 +134,8 @@ def test_an_answer_ends_at_every_stop_token_of_model_and_tokenizer(policy, model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_batches_of_every_architecture_say_what_each_row_says_alone(architecture, tokenizer, rows):
-    """Log-probabilities, rewards and greedy answers, against plain transformers without padding."""
+def test_batches_of_every_architecture_say_what_each_row_says_alone(architecture, tokenizer, rows, monkeypatch):
+    """Log-probabilities, rewards and greedy answers, also decoded as on a GPU, against plain transformers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
     torch.manual_seed(0)
@@ -154,8 +155,10 @@ def test_batches_of_every_architecture_say_what_each_row_says_alone(architecture
     scored = [Scored(input_ids=ids, mask=[1] * len(ids)) for ids in rows]
     assert logps(model, scored, 3) == pytest.approx(by_hand, abs=2e-4)
     assert rewards(reward, rows, 3) == pytest.approx(scores, abs=1e-5)
-    answers = greedy_answers(model, tokenizer, rows, max_new_tokens=3, batch_size=3)
-    assert [(answer.text, answer.num_tokens) for answer in answers] == expected
+    for is_decoded in (False, rollouts._is_plain(model)):
+        monkeypatch.setattr(rollouts, "decodes", lambda model, found=is_decoded: found)
+        answers = greedy_answers(model, tokenizer, rows, max_new_tokens=3, batch_size=3)
+        assert [(answer.text, answer.num_tokens) for answer in answers] == expected
 
 
 def test_a_finished_and_a_cut_off_answer_score_differently_where_padding_is_the_end():

@@ -195,7 +195,7 @@ def test_what_a_gpu_computes_with_is_in_the_plan_with_its_reason():
     plan = make_plan(load_pipeline(["resources=gpu", "stages.sft.resources.liger=false"]))
     text = plan_table(plan)
     assert "sft: layers by transformers (resources.liger=false)" in text
-    assert "dpo: layers by " in text and "evaluate: layers" not in text
+    assert "dpo: layers by " in text and "evaluate: answers by a CUDA graph a token where the architecture" in text
     rows = {row["stage"]: row for row in plan.to_dict()["stages"]}
     assert rows["sft"]["kernels"] == {"layers": "transformers (resources.liger=false)"}
     assert not any("kernels" in row for row in make_plan(load_pipeline([])).to_dict()["stages"])
