@@ -869,6 +869,10 @@ def _counted(
     return replace(planned, hyperparameters=replace(found, row_bytes=row_bytes))
 
 
+# Advice asks for the rows of each training, and again for each recipe that it tries.
+_checked = dict[str, tuple[Mapping[str, int], int | None, tuple[float, int] | None]]()
+
+
 def refused_rows(
     method: Prepare, read: Mapping[str, Source | None], *, replays: bool = False
 ) -> tuple[Mapping[str, int], int | None, tuple[float, int] | None]:
@@ -885,10 +889,15 @@ def refused_rows(
     sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
     if not sources or len(sources) < len(read):
         return {}, None, None
-    gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
-    from tasks.data.preparing.prepare import check_rows
+    files = [file for source in sources.values() for path in local_paths(source.path) for file in files_of([path])]
+    states = tuple((str(file), (state := file.stat()).st_mtime_ns, state.st_size) for file in files)
+    question = repr((method, sources, replays, states))
+    if question not in _checked:
+        gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
+        from tasks.data.preparing.prepare import check_rows
 
-    return check_rows(method, sources, os.cpu_count() or 1, replays=replays)
+        _checked[question] = check_rows(method, sources, os.cpu_count() or 1, replays=replays)
+    return _checked[question]
 
 
 def _is_small_file(source: Source) -> bool:

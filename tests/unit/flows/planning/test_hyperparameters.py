@@ -1,19 +1,26 @@
 """What a plan says of the learning rate and the length of a training."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.planning.estimates import refused_rows
 from flows.planning.plan import Plan, make_plan
 from flows.planning.staleness import former_defaults, hyperparameters, write_examples
 from flows.reports.run import plan_table
 from flows.stages.launch import StageProcesses
 from flows.stages.run import DataChecks, Run
+from lineage.artifact import Source
 from lineage.record.tracker import Tracker
+from tasks.data.preparing import prepare
+from tasks.data.preparing.options import Prepare
+from tasks.data.preparing.prepare import check_rows
 from tasks.dpo import DPO
 from tasks.method import Adapter, Schedule
+from tasks.prepare_data import PrepareText
 from tasks.sft import SFT
 from tests.finished import finish
 
@@ -105,6 +112,25 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
         "num_steps": 5, "num_epochs": 2, "num_examples": 40, "exact": True, "reason": "num_epochs",
     }  # fmt: skip
     assert length(plan(tmp_path, *EPOCHS, "stages.sft.method.chat_template=chatml"), "dpo")["num_examples"] == 50
+
+
+def test_rows_are_read_again_only_where_the_file_or_the_settings_changed(tmp_path: Path, monkeypatch) -> None:
+    read = list[str]()
+
+    def counting(options: Prepare, *arguments: object, **options_of_call: object) -> object:
+        read.append(str(options))
+        return check_rows(options, *arguments, **options_of_call)
+
+    monkeypatch.setattr(prepare, "check_rows", counting)
+    file, counts = tmp_path / "rows.jsonl", list[int | None]()
+    method, read_from = PrepareText(held_out=0.2), {"rows": Source(path=str(file))}
+    for count in (60, 100):
+        file.write_text("".join(f'{{"text": "row {row}"}}\n' for row in range(count)))
+        for changed in (method, replace(method, held_out=0.4), replace(method, proportions={"rows": 1.0})):
+            first, again = (refused_rows(changed, read_from) for _ in range(2))
+            assert first == again
+            counts.append(first[1])
+    assert len(read) == 6 and len(set(counts)) == 4 and all(counts)
 
 
 def test_what_a_former_default_made_is_run_again_and_the_plan_says_why(tmp_path: Path) -> None:
