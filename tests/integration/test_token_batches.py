@@ -14,7 +14,7 @@ from tasks.dpo import DPO
 from tasks.method import Training
 from tasks.sft import SFT
 from tasks.train import run as training_run
-from tasks.train.loop.token_batches import divide
+from tasks.train.loop.token_batches import _FILL, Budget, divide
 from tasks.train.run import TrainingRun
 from tests import training
 from tests.worker_group import Asked, WorkerGroup
@@ -40,6 +40,29 @@ def test_micro_batches_by_tokens_keep_the_trajectory(root: Path, tmp_path: Path,
         assert {each for each in shared if "reward" in each or each in ("grad_norm", "num_tokens", "loss")}
         for each in shared - {"tokens_per_second", "tokens_per_second_per_worker", "memory_gib", "mfu"}:
             assert found[each] == pytest.approx(expected[each], rel=2e-3, abs=2e-4), each
+
+
+def test_the_first_step_corrects_the_budget_by_the_memory_that_it_took(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, whose memory is simulated: four times what the first step took beside the model."""
+    stage, taken = training.method("sft"), 4 * 10**6
+    expected = training.train(stage, root, tmp_path / "whole", resources=Resources(micro_batch_size=8))
+    whole = sum(each.numel() * 4 for each in training.weights(expected.output).values())  # its gradients
+    monkeypatch.setattr(training_run, "Budget", lambda **fields: Budget(**{**fields, "measured": True}))
+    for name, found in {
+        "memory_allocated": 0, "max_memory_allocated": whole + taken, "memory_reserved": whole,
+        "mem_get_info": (round((whole + 4 * taken) / _FILL) - whole, 0),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    with caplog.at_level("INFO"):
+        corrected = training.train(stage, root, tmp_path / "corrected", resources=AUTO)
+    assert corrected.losses == pytest.approx(expected.losses, abs=1e-4)
+    (logged,) = (each.getMessage() for each in caplog.records if "bytes_per_token" in each.getMessage())
+    tokens, before, per_token = (float(each.partition("=")[2]) for each in logged.split())
+    assert before == 100
+    assert tokens == pytest.approx(4 * taken / per_token, rel=0.01)  # 4 times those of the largest micro batch
+    assert 200 < tokens <= 400
 
 
 @pytest.mark.parametrize("name", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
