@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
-from flows.planning.estimates import Estimator, History, step_seconds
+from flows.planning.estimates import Estimator, History
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
 from flows.progress.screen import Screen
@@ -25,7 +25,7 @@ from flows.stages.stops import stoppable
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.lock import Lock, owner
-from lineage.record.metrics_file import read_reports
+from lineage.record.metrics_file import read_reports, step_seconds
 from lineage.record.tracker import Event, Listener
 from lineage.store import REHEARSALS, Entry, Manifest, create_store
 from tasks.context import Launcher

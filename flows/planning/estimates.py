@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TypedDict
@@ -44,7 +43,7 @@ from lineage.filesystem.disk import free_bytes, gigabytes
 from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 from lineage.record.environment import hardware
-from lineage.record.metrics_file import read_reports
+from lineage.record.metrics_file import read_reports, step_seconds
 from lineage.source.model_files import read_json
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import files_of, local_paths
@@ -607,14 +606,6 @@ def _last_seconds(plan: Plan, planned: PlannedStage) -> float | None:
     """How long the last output of a stage in the store took."""
     last = next(Store(plan.home).finished(planned.name), None)
     return last.provenance.end - last.provenance.start if last else None
-
-
-def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
-    """Seconds of the fastest step, from tokens and tokens per second, which exclude saves; None: not reported."""
-    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
-    tokens = [total - before for before, total in pairwise(totals)]
-    paces = [step.get("tokens_per_second", 0.0) for step in reports]
-    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
 
 
 def _held(planned: PlannedStage) -> int:

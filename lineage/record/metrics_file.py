@@ -3,8 +3,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from lineage.filesystem.files import atomic_write, parse_jsonl, read_jsonl, replace_jsonl
@@ -51,6 +52,14 @@ def headline_metric(metrics: Mapping[str, object]) -> str:
 def read_reports(path: Path) -> list[StageReport]:
     """All reports; a line cut by a kill is skipped, and a missing file has none."""
     return read_jsonl(path, _report)
+
+
+def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
+    """Seconds of the fastest step, from tokens and tokens per second, which exclude saves; None: not reported."""
+    totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
+    tokens = [total - before for before, total in pairwise(totals)]
+    paces = [step.get("tokens_per_second", 0.0) for step in reports]
+    return min((count / pace for count, pace in zip(tokens, paces, strict=True) if count > 0 < pace), default=None)
 
 
 def cut_reports(path: Path, step: int) -> None:

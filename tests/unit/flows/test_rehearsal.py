@@ -11,10 +11,10 @@ from flows.declare.config import load_pipeline
 from flows.operate import rehearsal
 from flows.operate.certify import certify, other_workers
 from flows.operate.rehearsal import announce, delete_others, micro_batches, rehearse, row_of, scratch, scratch_plan
-from flows.planning.estimates import step_seconds
 from flows.planning.plan import Plan
 from lineage.errors import ArtifactError, ConfigError, StageError
 from lineage.filesystem.lock import Lock
+from lineage.record.metrics_file import step_seconds
 from tasks.context import Launcher, Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.method import Validation
