@@ -231,6 +231,7 @@ class TrainContext:
             all; what changes them later does not fail the stage.
         changed_models: slot -> the source of a model whose bytes are no longer those of the plan.
         islands: of ``method.diloco``, of which this worker's is torch's default group; None: there are none.
+        most_rows: of a forward pass under ``micro_batch_size=auto``, after an attempt without memory.
         scorer: starts what scores checkpoints (``tasks.train.loop.evaluation.Scorer``); None: a process that sees the
             GPUs of this one.
     """
@@ -251,6 +252,7 @@ class TrainContext:
     loaded: Callable[..., None] = lambda *slots: None
     changed_models: Callable[[], Mapping[str, str]] = dict
     islands: "Islands | None" = None
+    most_rows: int | None = None
     scorer: Callable[..., object] | None = None
 
     @property

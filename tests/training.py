@@ -123,8 +123,9 @@ def one_thread() -> Iterator[None]:
 
 
 def train(
-    stage: Training, root: Path, output: Path, *, policy: Path | None = None, resources: Resources | None = None
-) -> Trained:
+    stage: Training, root: Path, output: Path, *, policy: Path | None = None, resources: Resources | None = None,
+    most_rows: int | None = None,
+) -> Trained:  # fmt: skip
     """Runs a method in this process."""
     reports: list[tuple[int, Metrics]] = []
     ctx = TrainContext(
@@ -132,6 +133,7 @@ def train(
         work_dir=output.parent / "work",
         resources=resources or at_once(stage),
         report=lambda step, metrics: reports.append((step, dict(metrics))),
+        most_rows=most_rows,
     )
     with one_thread():
         metrics = stage.run(inputs(root, stage, policy=policy), ctx)

@@ -414,8 +414,9 @@ class Estimator:
         row_bytes = planned.hyperparameters.row_bytes if planned.hyperparameters else None
         by_bytes = not is_known and row_bytes is not None and not self._history.near(key)
         if by_bytes and row_bytes:
-            tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + _TEMPLATE_TOKENS)
-            longest = min(longest, row_bytes[1] + _TEMPLATE_TOKENS)  # a byte is at most a token
+            more = _TEMPLATE_TOKENS + getattr(method, "max_completion_length", 0)
+            tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + more)
+            longest = min(longest, row_bytes[1] + more)  # a byte is at most a token
         unseen = bool(resources.gpus_per_worker) and not _held(planned) and resources.micro_batch_size == "auto"
         terms = self._terms(planned, method, (found, shapes), longest, tokens if is_known or by_bytes else None)
         total = work(
@@ -455,9 +456,7 @@ class Estimator:
             else None,
         )  # fmt: skip
 
-    def _terms(
-        self, planned: PlannedStage, method: Training, model: Model, longest: int, mean: float | None
-    ) -> Memory:  # fmt: skip
+    def _terms(self, planned: PlannedStage, method: Training, model: Model, longest: int, mean: float | None) -> Memory:
         """The memory of a worker by formula; the least, of one row at once, where nothing says how large its GPU is."""
         resources, held = planned.stage.resources, _held(planned)
         if resources.gpus_per_worker and not held and resources.micro_batch_size == "auto":

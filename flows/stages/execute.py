@@ -306,7 +306,7 @@ def fitting(planned: PlannedStage, resources: Resources, announce: Callable[[str
     """The resources of the next attempt: with ``min_workers`` as many workers as the nodes of its cluster hold.
 
     Args:
-        resources: of the attempt before; a step without memory has made its forward passes smaller.
+        resources: of the attempt before.
     """
     asked, method = planned.resources, planned.stage.method
     if not (planned.runs_elsewhere and asked.min_workers):
@@ -371,7 +371,7 @@ def run_attempts(
             begin(planned, entry, checkpoint, job.require_lease, lost.cause, job.resources)
             how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint else "starts again from step 0"
             if isinstance(lost, ShortError):
-                job = replace(job, resources=replace(job.resources, micro_batch_size=lost.rows))
+                job = replace(job, most_rows=lost.rows)
                 how += f" with micro_batch_size={lost.rows}"
             for line in (f"{lost}; it {how}", *notes):
                 announce(line)

@@ -57,6 +57,7 @@ class Job:
         resume_from: the checkpoint to resume from.
         row_processes: of a cluster, that convert or tokenize its rows.
         token: of the lock that it writes the directory under; None: under none.
+        most_rows: of a forward pass under ``micro_batch_size=auto``, after an attempt without memory.
     """
 
     stage: str
@@ -68,6 +69,7 @@ class Job:
     row_processes: int = 1
     resume_from: Path | None = None
     token: str | None = None
+    most_rows: int | None = None
 
     @property
     def gpus(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

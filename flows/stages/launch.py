@@ -487,7 +487,7 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
         output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
         report=report, part=part, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
         require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
-        loaded=job.require_loaded, changed_models=job.changed_models, scorer=_scorer(job),
+        loaded=job.require_loaded, changed_models=job.changed_models, scorer=_scorer(job), most_rows=job.most_rows,
     )  # fmt: skip
     return replace(context, mark=heartbeat.mark) if heartbeat else context
 

@@ -496,7 +496,8 @@ class TrainingRun:
 
     @cached_property
     def _resources_of_rows(self) -> "Resources":
-        return self.of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
+        most = max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method)))
+        return self.of_rows(min(most, self.ctx.most_rows or most))
 
     def of_rows(self, most: int) -> "Resources":
         """The resources with as many rows in a forward pass, at most ``most``."""

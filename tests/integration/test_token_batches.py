@@ -167,6 +167,9 @@ def test_where_no_step_can_be_repeated_a_training_resumes_with_fewer_rows(
     assert caught.value.rows == 4
     assert str(caught.value) == "out of memory with 8 rows in a forward pass (CUDA out of memory)"
     assert pickle.loads(pickle.dumps(caught.value)).rows == 4
+    with pytest.raises(NoMemoryError, match="with 4 rows in a forward pass") as caught:  # the attempt after it
+        training.train(stage, root, tmp_path / "again", resources=AUTO, most_rows=4)
+    assert caught.value.rows == 2
     monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 1)
     with pytest.raises(PipelineError, match=r"with \d rows in a forward pass, the fewest"):
         training.train(stage, root, tmp_path / "fewest", resources=AUTO)

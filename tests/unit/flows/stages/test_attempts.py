@@ -137,13 +137,13 @@ def test_one_without_memory_resumes_with_fewer_rows_and_does_not_fail(toy):
     assert str(short[0]).startswith("stage left failed: out of memory (log: ")
 
     def attempt(job):
-        rows.append(job.resources.micro_batch_size)
+        rows.append(job.most_rows)
         if len(rows) <= len(short):
             raise short[len(rows) - 1]
         return {"loss": 1.0}
 
     assert run_attempts(stage.planned, stage.entry, stage.job, None, attempt, run.append) == {"loss": 1.0}
-    assert rows == [stage.job.resources.micro_batch_size, 4, 2]
+    assert rows == [None, 4, 2]
     assert run[0].endswith("it starts again from step 0 with micro_batch_size=4")
 
 
