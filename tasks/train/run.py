@@ -587,9 +587,10 @@ class TrainingRun:
 
     @property
     def _divides_by_tokens(self) -> bool:
-        """Whether micro batches have about equal tokens: those of rows, outside of DeepSpeed, which counts them."""
-        resources = self.ctx.resources
-        return resources.micro_batch_size == "auto" and type(self.method).reads.trained and not zero_stage(resources)
+        """Whether micro batches have about equal tokens: those of rows, outside of DeepSpeed, which counts them, and
+        unless an attempt whose step could not be repeated had no memory."""
+        resources, by_rows = self.ctx.resources, self.ctx.most_rows is not None or not type(self.method).reads.trained
+        return resources.micro_batch_size == "auto" and not by_rows and not zero_stage(resources)
 
     def _start_by_tokens(self, trainer: Trainer, is_line: bool) -> None:
         reads = type(self.method).reads

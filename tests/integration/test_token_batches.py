@@ -153,12 +153,15 @@ def test_all_workers_repeat_a_step_that_one_has_no_memory_for(
 def test_where_no_step_can_be_repeated_a_training_resumes_with_fewer_rows(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With completions, in a loop of its own, and (SFT) with ZeRO."""
+    """With completions, in a loop of its own, and (SFT) with ZeRO or FSDP2."""
     stage = training.method(name)
     monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 10_000)
 
+    by_tokens = list[bool]()
+
     def loop(self: Training, run: TrainingRun) -> None:
         run.policy if self.has_own_loop else self.trainer(run)
+        by_tokens.append(run._divides_by_tokens)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(type(stage), "loop", loop)
@@ -170,6 +173,7 @@ def test_where_no_step_can_be_repeated_a_training_resumes_with_fewer_rows(
     with pytest.raises(NoMemoryError, match="with 4 rows in a forward pass") as caught:  # the attempt after it
         training.train(stage, root, tmp_path / "again", resources=AUTO, most_rows=4)
     assert caught.value.rows == 2
+    assert by_tokens == [name == "sft", False]
     monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 1)
     with pytest.raises(PipelineError, match=r"with \d rows in a forward pass, the fewest"):
         training.train(stage, root, tmp_path / "fewest", resources=AUTO)

@@ -216,6 +216,16 @@ def test_a_training_of_rows_of_any_length_is_planned_again_as_it_was_measured(de
     assert again.memory == run.memory
 
 
+def test_the_bytes_of_a_prompt_and_its_completion_are_a_row(demo):
+    plan = demo(
+        "pipeline=sft-grpo", "stages.grpo.method.max_length=1024", "stages.grpo.method.max_completion_length=64"
+    )
+    planned = plan.stage("grpo")
+    prompts = replace(planned.hyperparameters, row_bytes=(300.0, 600))
+    found = Estimator(plan, History()).estimate(replace(planned, hyperparameters=prompts))
+    assert found.features.row_tokens == 300 / 3 + 32 + 64
+
+
 def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_it_was_planned(demo):
     plan = demo("stages.cpt.method.num_steps=null", "stages.cpt.method.num_epochs=1")
     planned = plan.stage("cpt")
