@@ -412,7 +412,8 @@ class Estimator:
         key = _key(planned, found)
         tokens, longest, is_known = self._history.lengths(method, key)
         row_bytes = planned.hyperparameters.row_bytes if planned.hyperparameters else None
-        by_bytes = not is_known and row_bytes is not None and not self._history.near(key)
+        is_text = getattr(method, "images", None) is None  # tokens of an image are no bytes of the row
+        by_bytes = is_text and not is_known and row_bytes is not None and not self._history.near(key)
         if by_bytes and row_bytes:
             more = _TEMPLATE_TOKENS + getattr(method, "max_completion_length", 0)
             tokens = min(tokens, row_bytes[0] / _TOKEN_BYTES + more)

@@ -216,7 +216,7 @@ def test_a_training_of_rows_of_any_length_is_planned_again_as_it_was_measured(de
     assert again.memory == run.memory
 
 
-def test_the_bytes_of_a_prompt_and_its_completion_are_a_row(demo):
+def test_the_bytes_of_a_prompt_and_its_completion_are_a_row_and_those_beside_an_image_are_not(demo):
     plan = demo(
         "pipeline=sft-grpo", "stages.grpo.method.max_length=1024", "stages.grpo.method.max_completion_length=64"
     )
@@ -224,6 +224,10 @@ def test_the_bytes_of_a_prompt_and_its_completion_are_a_row(demo):
     prompts = replace(planned.hyperparameters, row_bytes=(300.0, 600))
     found = Estimator(plan, History()).estimate(replace(planned, hyperparameters=prompts))
     assert found.features.row_tokens == 300 / 3 + 32 + 64
+    pictures = demo("pipeline=vlm-sft").stage("sft")
+    short = replace(pictures, hyperparameters=replace(pictures.hyperparameters, row_bytes=(30.0, 60)))
+    seen, alike = (Estimator(plan, History()).estimate(each) for each in (pictures, short))
+    assert alike == seen and not alike.by_bytes  # its text does not say how many tokens its image has
 
 
 def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_it_was_planned(demo):
