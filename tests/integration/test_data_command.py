@@ -13,6 +13,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.reports.wording import relative
 from tests import tiny
+from tests.command import Command
 from tests.data_command import call as call  # a fixture
 from tests.data_command import lines, reported, texts
 from tests.finished import finish
@@ -52,6 +53,13 @@ def test_good_rows_are_reported_and_with_json_as_one_object(call):
     assert report["rows"] == 201 and report["bad_rows"] == [] and report["samples"] == []
     assert report["sources"]["rows"]["mapping"] == {"text": "the document"}
     assert sum(report["lengths"]["counts"]) == 201
+
+
+def test_a_process_that_refuses_a_table_says_why_and_nothing_of_what_duckdb_has_left(tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"foo": 1, "bar": 2}\n')
+    done = Command(tmp_path).process("data", "odd.jsonl")
+    assert done.returncode == 2 and done.stderr.startswith("posttrain: odd.jsonl: no format fits the columns foo, bar")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(call):
