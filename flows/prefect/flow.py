@@ -86,7 +86,8 @@ def in_flow(
 
         if server:  # its database has the runs of all such servers
             settle_left(store)
-        # Of a server that ends with this run nobody waits for heartbeats, whose thread sleeps a second at the end.
+        # Heartbeats tell a server that a run is alive. This one ends with the run, and each flow would wait up to a
+        # second for their thread.
         quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if server else contextlib.nullcontext()
         try:
             with quiet:

@@ -18,7 +18,7 @@ MALLOC = {
 # OpenMP's threads spin at every barrier for milliseconds by default. When anything else wants a core, the spinning
 # thread keeps the working one off it, and a step can take ten times as long. Here they spin for about as long as a
 # sleeping thread takes to wake up, and sleep then. GOMP_SPINCOUNT is of libgomp, torch's own; others sleep at once.
-# Who has set the policy gets what that says.
+# A policy that the user has set applies as it is.
 POLICY, SPINS = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 THREADS = {POLICY: "PASSIVE", SPINS: "4000"}
 
